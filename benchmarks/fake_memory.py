@@ -155,7 +155,7 @@ def fake_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
 
 def metered_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
     (chunk,), at = plan.stage_part(0).chunks, plan.mesh.rank_coordinates(0)
-    found = measure_passes(Meter(plan, c.model.dropout, at), build_model(c.model), chunk, splits=False)
+    found = measure_passes(Meter(plan, c.model.dropout, at), build_model(c.model), chunk, splits_weight_gradients=False)
     return found.forward, found.kept, found.backward
 
 

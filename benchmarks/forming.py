@@ -24,7 +24,7 @@ from platform.predict.make_plan import make_plan
 from platform.predict.recovery_price import NODE
 from platform.runtime import host_memory
 from platform.runtime import process_groups as torch_distributed
-from platform.runtime.host_memory import find_relatives
+from platform.runtime.host_memory import find_tree_relatives
 from platform.runtime.process_groups import ProcessGroups
 from platform.train.training_state import list_state_tensors
 from tests.runtime.communicator.test_forming import SIZES, CountedDist, counted, planned
@@ -62,7 +62,7 @@ def main() -> None:
         if ranks <= 128:
             assert (counted("tree", ranks), counted("full", min(ranks, 64))) == (tree, planned("full", min(ranks, 64)))
         records = full.read + full.written + NUMBER * ranks**2 * (ranks + 1)
-        most = 1 + max(len(find_relatives(rank, ranks).peer_ranks) for rank in range(ranks))
+        most = 1 + max(len(find_tree_relatives(rank, ranks).peer_ranks) for rank in range(ranks))
         cells = records, full.read + full.written, tree.read + tree.written, ranks, most
         print(f"| {ranks:,} | {' | '.join(f'{cell:,}' for cell in cells)} |", flush=True)
     print("\n| ranks | most peers of a rank, for snapshots | in a turn of a restore |\n|---|---|---|")

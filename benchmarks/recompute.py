@@ -32,7 +32,7 @@ SIZES = {"length": 256, "window": 256, "d_model": 512, "heads": 8, "d_ff": 2048,
 def whole_blocks() -> Iterator[None]:
     """Plan, within the context, as if each recomputed result were needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "_mark_left_out", lambda *_: None)
+        patch.setattr(Recorder, "_mark_unneeded_product", lambda *_: None)
         yield
 
 

@@ -15,7 +15,7 @@ OTHERS = ("monitor.sinks",)  # which a run prints; it is no command of which sig
 
 def main() -> int:
     """Run the command that this process's first argument names, on the others; return its exit status."""
-    from platform.boundary.interrupts import COMMANDS, watch_command
+    from platform.boundary.interrupts import COMMANDS, exit_on_signal
     from platform.boundary.terminal import QuickExit
 
     name = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -23,7 +23,7 @@ def main() -> int:
         print(f"usage: elastic-platform COMMAND [arguments]\n\ncommands: {', '.join(COMMANDS)}; each has a --help")
         return 0
     if name in COMMANDS:
-        watch_command()
+        exit_on_signal()
     elif name not in OTHERS:
         return _refuse(name)
     _see_working_directory()

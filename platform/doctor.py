@@ -61,7 +61,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
                 report = _examine_workers(config, plan, folder, say)
         finally:
             if torchrun.is_under_torchrun():
-                torchrun.release_followers()
+                torchrun.release_waiting_workers()
     except WorkerFailed as error:
         print_line(f"doctor: {error}; its log: {error.culprit.log}", sys.stderr)
         return BAD
@@ -107,8 +107,8 @@ def _examine_workers(config: Config, plan: Plan, folder: Path, say: Say) -> Repo
     from platform.cluster.crew.launchers import open_crew
     from platform.cluster.driver import relay_log
 
-    e, size, kind = config.elastic, plan.mesh.world_size, resources.crew_kind(config.cluster)
-    places = resources.reserve_workers(config.cluster, size, say, spares=e.spares, least=e.min_workers)
+    e, size, kind = config.elastic, plan.mesh.world_size, resources.launcher_kind(config.cluster)
+    places = resources.await_worker_places(config.cluster, size, say, spares=e.spares, least=e.min_workers)
     coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(size)]
     job = Job(config, coordinates, places.device, folder, secrets=known_secrets())
     say(f"examining {format_count(places.members, 'worker')} ({kind}, {job.device})")
@@ -133,7 +133,7 @@ def _find_disagreements(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[in
     from platform.cluster.control import examination
 
     crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
-    lines_by_rank = examination.violations_of_workers(crew, job.config, job.run_dir)
+    lines_by_rank = examination.compare_worker_environments(crew, job.config, job.run_dir)
     crew.release_members()
     return {numbers[rank]: lines for rank, lines in lines_by_rank.items()}
 

@@ -73,9 +73,9 @@ def _evaluate_model(arguments: argparse.Namespace) -> int:
     if arguments.include and not os.path.isdir(arguments.include):
         mistakes.append(format_violation("--include", arguments.include, "there is no such folder"))
     refuse_all(mistakes)
-    from platform.boundary.local_files import WholeFile
+    from platform.boundary.local_files import ReplacedFile
 
-    out = WholeFile(arguments.json, "--json") if arguments.json else None
+    out = ReplacedFile(arguments.json, "--json") if arguments.json else None
     measurements = _measure_model(arguments, overrides)
     if out:
         out.write(json.dumps(measurements, indent=2) + "\n")

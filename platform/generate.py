@@ -84,7 +84,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _generate_answers(arguments: Namespace) -> int:
     """Continue the prompts of a command line by a trained model, and print the texts; return the exit status."""
     overrides, words = split_words(arguments.words)
-    refuse_all(_violations_of_words(arguments, words))
+    refuse_all(_violations_of_prompt_options(arguments, words))
     with show_phase("importing torch"):
         from platform.cluster import asked_model, session
         from platform.cluster.answer_scores import Lines
@@ -128,7 +128,7 @@ class PlannedAnswers:
         from platform.cluster.asked_model import AskedModel
         from platform.cluster.session import open_session
 
-        with open_session(self.config, self.plan, print_note, corpus=corpus, writes=writes) as crew:
+        with open_session(self.config, self.plan, print_note, corpus=corpus, generates_texts=writes) as crew:
             yield AskedModel(crew.call_ranks, self.config.model, self.vocabulary, batch)
 
 
@@ -186,7 +186,7 @@ def _fit_refusal_to_model(line: str, model: Model) -> str:
     return refusal + (f"{legal}{', or '.join(items)}" if legal and items else "")
 
 
-def _violations_of_words(arguments: Namespace, words: Sequence[str]) -> Iterator[str]:
+def _violations_of_prompt_options(arguments: Namespace, words: Sequence[str]) -> Iterator[str]:
     """Yield a refusal line per mistake in the flags of a generate command line, whose prompts are `words`."""
     if bool(words) == bool(arguments.prompts):
         yield 'a prompt is needed: "TEXT" or --prompts FILE, one of them'

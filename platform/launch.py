@@ -27,9 +27,9 @@ from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Command, Phases, monotonic_command_start
 from platform.config import run_rules
-from platform.config.arguments import expand_sweep_jobs, find_experiment_name, parse_typed_values, translate_error
+from platform.config.arguments import expand_sweep_jobs, find_experiment_name, format_hydra_error, parse_typed_values
 from platform.config.composition import CONF, Composer, open_composer
-from platform.config.extensions import CHOSEN, complete_settings, load_extensions, refuse_exits
+from platform.config.extensions import CHOSEN, complete_user_settings, import_user_modules, refuse_exits
 from platform.config.fields import KEYS, Config, flatten_config, list_value_violations, set_value, violations_of_values
 from platform.config.groups import RESUME
 from platform.config.identity import find_default_directory
@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.argv[1:] = redact_secrets(command_arguments)  # libraries such as W&B record sys.argv
         phases = Phases(monotonic_command_start() if argv is None else None)
         try:
-            return _answer_command(command_arguments, parser, phases)
+            return _run_launch_command(command_arguments, parser, phases)
         except ConfigError as error:
             return refusals.report_refusal(error, "config")
 
 
-def _answer_command(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
+def _run_launch_command(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
     """Parse a launcher's command line, plan, train or print as it asks, and return the exit status; raises
     ConfigError."""
     args = parser.parse_intermixed_args(argv)
@@ -100,9 +100,9 @@ def _compose_job(composer: Composer, arguments: Sequence[str], with_plan: bool =
     """Compose and complete the configuration of one launched job's arguments; return it, and one line per mistake in
     it; of one that has some, also the mistakes that its plan would show later, if `with_plan` is set."""
     modules = parse_typed_values(arguments).get("extend")  # first: other arguments may name what they register
-    load_extensions([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
+    import_user_modules([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.compose_arguments(arguments)
-    lines = [translate_error(argument, error) for argument, error in refused]
+    lines = [format_hydra_error(argument, error) for argument, error in refused]
     lines += _complete_config(config, accepted)
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
         lines += list_value_violations(config)  # relations between keys depend on the missing file: not checked
@@ -125,9 +125,9 @@ def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
     mistake found on the way; some of them can only be seen by comparing with `arguments`, the job's.
     """
     typed = parse_typed_values(arguments)
-    lines = load_extensions(config.extend)
+    lines = import_user_modules(config.extend)
     lines += _complete_paths(config)
-    complete_settings(config, typed)
+    complete_user_settings(config, typed)
     mark_open_keys(config, typed)
     if config.model.source or config.model.kind == FROM_HF:
         with show_phase("reading the model's description"):  # takes seconds, as it imports torch
@@ -290,14 +290,14 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
     """Plan a job whose configuration has the mistakes `mistakes` already; return the plan, None if there is none, and
     all mistakes, one line each. Settles open keys, parallel.data=-1, buckets and rhythms that are auto in `config`, so
     that workers make the same plan and take the same snapshots."""
-    from platform.cluster.resources import expect_cluster, settle_auto_rhythms, settle_open_keys
+    from platform.cluster.resources import choose_auto_keys, expect_cluster, settle_auto_intervals
     from platform.data.data_checks import violations_of_sources
     from platform.predict.make_plan import make_plan
     from platform.predict.step_price import violations_of_hardware
 
     lines = [*mistakes]
     if not lines:
-        lines += run_rules.violations_of_surroundings(config)
+        lines += run_rules.violations_of_environment(config)
         lines += violations_of_sources(config.data, vocab=config.model.vocab)
         lines += violations_of_hardware(config)
     # if a key that planning reads is illegal, planning could run for ever: none looks for further mistakes
@@ -308,7 +308,7 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
         return None, lines
     try:
         with expect_cluster(config):
-            settle_open_keys(config, print_line)
+            choose_auto_keys(config, print_line)
             plan = make_plan(config, _count_workers(config))
     except ConfigError as error:
         return None, [*dict.fromkeys([*lines, *error.violations])]
@@ -321,7 +321,7 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
         config.parallel.bucket_mib = plan.bucket_mib  # workers may lack the file of cluster.hardware
     if not lines:
         with expect_cluster(config):
-            settle_auto_rhythms(config, plan, print_line)
+            settle_auto_intervals(config, plan, print_line)
     lines += run_rules.violations_of_fault_ranks(config, plan.mesh.world_size)
     lines += run_rules.violations_of_profile_ranks(config, plan.mesh.world_size)
     return plan, lines

@@ -50,10 +50,10 @@ def launch(work: Callable[..., Any], job: Any, plan: Plan) -> list[Any]:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from platform.cluster.crew.ray_session import Embedded
+    from platform.cluster.crew.ray_session import EmbeddedRay
 
     size = plan.mesh.world_size
-    session = Embedded(size + 1, gpus=False)  # one more for the trainer's own actor
+    session = EmbeddedRay(size + 1, gpus=False)  # one more for the trainer's own actor
     try:
         with tempfile.TemporaryDirectory() as folder:
             TorchTrainer(

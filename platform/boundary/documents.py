@@ -55,7 +55,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
     return b"".join(parts)
 
 
-def find_half_character(text: str) -> str:
+def find_lone_surrogate(text: str) -> str:
     """Return where a foreign text has half a surrogate pair, "U+D800, ..."; "" if UTF-8 can hold all of it."""
     try:
         text.encode()

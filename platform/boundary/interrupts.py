@@ -26,7 +26,7 @@ COMMANDS = tuple("launch generate evaluate doctor plan checkpoint weights data j
 # it is loaded: about as long as it takes to sleep and wake. By itself it looks 300,000 times, for milliseconds, and on
 # a busy machine these are taken from the very thread that it waits for. The waiting policy is another name for it.
 SPINNING, SPINS, POLICY = "GOMP_SPINCOUNT", "300", "OMP_WAIT_POLICY"
-_exit_process = os._exit  # which `guard_own_code` replaces, where code of the user's own calls it
+_exit_process = os._exit  # which `guard_user_code` replaces, where code of the user's own calls it
 Handler = Callable[[int, FrameType | None], Any]
 _is_command = False  # this process was started as one of COMMANDS
 
@@ -46,10 +46,10 @@ def watch_imports() -> None:
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     if module and module[0].removeprefix("platform.") in COMMANDS and module[0].startswith("platform."):
-        watch_command()
+        exit_on_signal()
 
 
-def watch_command() -> None:
+def exit_on_signal() -> None:
     """Let a signal of ENDING end this command of the platform while it imports; set how torch's threads in it wait."""
     global _is_command
     _is_command = True

@@ -2,7 +2,7 @@
 
 `find_protocol_fault` judges the protocol of a URL at which files may lie, without connecting to anything.
 `remove_empty_directories` and `remove_files` remove all that was made for a run which is then refused: it leaves
-nothing behind. `WholeFile` is the one way to write a file that a user names.
+nothing behind. `ReplacedFile` is the one way to write a file that a user names.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def refuse_unwritable(flag: str, path: str | Path) -> Iterator[None]:
         raise ConfigError(flag, path, f"cannot be written: {printable_line(error.strerror or error)}") from None
 
 
-class WholeFile:
+class ReplacedFile:
     """File at `path`, which the option `flag` names, that is replaced as a whole by the text that `write` gets; without
     it, the old contents stay. A link stays, and its target is replaced by a file of the same owner and mode. A device,
     a pipe or this process's own output is never replaced: it is added to."""

@@ -2,7 +2,7 @@
 places where mistakes surface, command lines and the user's own code.
 
 `run_command` is what every command does before and after its own part: it knows the secrets in its arguments and prints
-none; a mistake or a failure is one line, and each has its exit status. `guard_own_code` calls the user's own code,
+none; a mistake or a failure is one line, and each has its exit status. `guard_user_code` calls the user's own code,
 which may raise anything, exit, or never come back.
 """
 
@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from platform.boundary import terminal
 from platform.boundary.redaction import forget_secrets, redact_output, redact_secrets, register_url_secrets
 from platform.boundary.terminal import escape_unprintable, is_reader_gone, print_line, print_refusals, refusal_line
-from platform.boundary.world_faults import UNAVAILABLE, is_world_fault, walk_causes
+from platform.boundary.world_faults import UNAVAILABLE, is_external_fault, walk_causes
 
 NEAREST = "; nearest legal: "  # between a refusal's constraint and its hints
 SHOWN = 300  # most characters of a value in a line for the user
@@ -176,9 +176,9 @@ def print_uncaught_error(kind: type[BaseException], error: BaseException, trace:
 
 def report_refusal(error: ConfigError, subject: str) -> int:
     """Print a command's mistakes on stderr, each as "SUBJECT: violation", and return its exit status: 2, or
-    UNAVAILABLE (69) where the world is at fault (`is_world_fault`)."""
+    UNAVAILABLE (69) where the world is at fault (`is_external_fault`)."""
     print_refusals(subject, error.violations)
-    return UNAVAILABLE if is_world_fault(error) else REFUSED
+    return UNAVAILABLE if is_external_fault(error) else REFUSED
 
 
 def run_command(
@@ -242,13 +242,15 @@ def is_stop_signal(error: BaseException) -> bool:
 
 
 @contextmanager
-def guard_own_code(code_name: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK) -> Iterator[None]:
+def guard_user_code(
+    code_name: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK
+) -> Iterator[None]:
     """Raise OwnCodeError in place of any exception that the user's own code `code_name`, such as "extend=my_module",
     raises within the context, SystemExit and a call of os._exit too; errors of the types `unchanged`, and stop signals,
     pass. In the main thread a warning after REPORT_AFTER seconds says that the code still runs, and where; the code is
     ended after `limit` seconds."""
     try:
-        with refuse_process_end(), _limit_time(code_name, limit):
+        with refuse_process_end(), _limit_user_code_time(code_name, limit):
             yield
     except unchanged:
         raise
@@ -282,7 +284,7 @@ def refuse_process_end() -> Iterator[None]:
 
 
 @contextmanager
-def _limit_time(code_name: str, limit: float) -> Iterator[None]:
+def _limit_user_code_time(code_name: str, limit: float) -> Iterator[None]:
     """Raise _Hangs in the user's own code, called `code_name`, once the context has lasted `limit` seconds, after
     warnings that it still runs; do nothing outside of the main thread, or where another handler of SIGALRM is set."""
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL

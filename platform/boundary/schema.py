@@ -120,7 +120,7 @@ def parse_value(kind: type[T], value: Any) -> T:
 
 
 def encode_fields(value: object) -> dict[str, Any]:
-    """Convert a dataclass to plain data that `read` converts back, without empty defaults; `default` of json.dumps."""
+    """Convert a dataclass to plain data for `parse_value`, without empty defaults; `default` of json.dumps."""
     if is_dataclass(value) and not isinstance(value, type):
         field_values = ((field, getattr(value, field.name)) for field in fields(value))
         return {f.name: each for f, each in field_values if each or f.default_factory is MISSING or f.default_factory()}
@@ -185,7 +185,7 @@ def build_reader(kind: Any, limited: bool = True) -> Reader:
     if origin is dict:
         return _build_map_reader(*map(inner_reader, arguments))
     if origin is list or arguments[1:] == (...,):
-        return _build_sequence_reader(inner_reader(arguments[0]), origin, _find_integer_span(arguments[0]))
+        return _build_sequence_reader(inner_reader(arguments[0]), origin, _span_of_declared_integer(arguments[0]))
     if origin is tuple:
         return _build_row_reader(tuple, dict(enumerate(map(inner_reader, arguments))))
     hints = get_type_hints(kind, include_extras=True)
@@ -342,9 +342,9 @@ def _build_sequence_reader(read_item: Reader, kind: type, span: Span | None) -> 
     return read_sequence
 
 
-def _find_integer_span(item: Any) -> Span | None:
+def _span_of_declared_integer(hint: Any) -> Span | None:
     """Return the bounds on foreign data declared as int or Annotated[int, Span(1, 9)]; None for other types."""
-    base, *bounds = get_args(item) if get_origin(item) is Annotated else (item,)
+    base, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if base is not int or not all(isinstance(bound, Span) for bound in bounds):
         return None
     return Span(max(-LARGEST, *(b.least for b in bounds), -LARGEST), min(LARGEST, *(b.most for b in bounds), LARGEST))

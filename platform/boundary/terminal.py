@@ -140,7 +140,7 @@ def is_reader_gone() -> bool:
 
 
 @contextmanager
-def tolerate_write_error(say: Callable[[str], None], what: str) -> Iterator[None]:
+def warn_on_write_error(say: Callable[[str], None], what: str) -> Iterator[None]:
     """Turn an OSError within the context into a warning that `what`, a file not needed by a run, is not written."""
     try:
         yield
@@ -150,7 +150,7 @@ def tolerate_write_error(say: Callable[[str], None], what: str) -> Iterator[None
 
 @dataclass(eq=False)
 class LongPhase:
-    """LongPhase of a command: `what` is done; `done` of `total` are, in a `unit`, if it is known: "B" for bytes."""
+    """Long phase of a command: `what` is done; `done` of `total` are, in a `unit`, if it is known: "B" for bytes."""
 
     what: str
     total: float = 0.0
@@ -201,14 +201,14 @@ def show_phase(what: str, total: float = 0.0, unit: str = "", look: Look | None 
     if threading.current_thread() is not threading.main_thread() or os.environ.get("NO_PROGRESS"):
         yield long_phase
         return
-    _current_teller().add_phase(long_phase)
+    _current_phase_display().add_phase(long_phase)
     try:
         yield long_phase
     finally:
-        _current_teller().end_phase(long_phase)
+        _current_phase_display().end_phase(long_phase)
 
 
-class _Teller:
+class _PhaseDisplay:
     """Thread that shows the phases under way. One that is begun within another stands in its place once it takes long
     itself."""
 
@@ -218,7 +218,7 @@ class _Teller:
         self._phases: list[LongPhase] = []
         self._change = threading.Condition()
         self._drawn = False
-        threading.Thread(target=self._keep_telling, name="phases", daemon=True).start()
+        threading.Thread(target=self._show_phases_forever, name="phases", daemon=True).start()
 
     def add_phase(self, long_phase: LongPhase) -> None:
         """Begin to show a phase."""
@@ -234,7 +234,7 @@ class _Teller:
             if long_phase.has_log_line:
                 print_line(f"{long_phase.what}: took {_format_time(monotonic() - long_phase.began)}", sys.stderr)
 
-    def _keep_telling(self) -> None:
+    def _show_phases_forever(self) -> None:
         """Show the innermost phase that takes long, again and again."""
         while True:
             with self._change:
@@ -265,13 +265,13 @@ class _Teller:
             self._drawn = False
 
 
-_known: list[_Teller] = []
+_known: list[_PhaseDisplay] = []
 
 
-def _current_teller() -> _Teller:
+def _current_phase_display() -> _PhaseDisplay:
     """Return the teller of this process; one that was forked has none of its parent's threads."""
     if not _known or _known[0].process != os.getpid():
-        _known[:] = [_Teller()]
+        _known[:] = [_PhaseDisplay()]
     return _known[0]
 
 

@@ -1,10 +1,9 @@
 """Faults of the world: the one table of exceptions that no user can mend, and that may not come again.
 
 A storage without an answer, a busy service, a network that is down: the same command can work in a minute. Missing,
-forbidden and malformed files are for the user to correct. `is_world_fault` decides by the exceptions that another one
-was raised from, so that a refusal knows of it however it words it. It decides the exit status (UNAVAILABLE), whether a
-start waits, and whether a job's supervisor starts its driver again.
-"""
+forbidden and malformed files are for the user to correct. `is_external_fault` decides by the exceptions that another
+one was raised from, so that a refusal knows of it however it words it. It decides the exit status (UNAVAILABLE),
+whether a start waits, and whether a job's supervisor starts its driver again."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _NAMES = frozenset(
 )
 
 
-def is_world_fault(error: BaseException | None) -> bool:
+def is_external_fault(error: BaseException | None) -> bool:
     """Return True if an exception is, or was raised from or while handling, a fault of the world. A WorkerFailed
     carries what its culprit said of itself, as `of_world`."""
     return any(getattr(cause, "of_world", False) or _is_of_table(cause) for cause in walk_causes(error))

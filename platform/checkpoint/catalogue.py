@@ -192,20 +192,20 @@ def split_url(url: str) -> tuple[str, str | None]:
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
 
 
-def select_checkpoint(url: str, key: str = "url", none: str = "") -> tuple[Storage, str, Manifest]:
+def select_checkpoint(url: str, key: str = "url", none_reason: str = "") -> tuple[Storage, str, Manifest]:
     """Return the storage, directory and manifest of the checkpoint that a URL names, or of the newest good one in the
     storage that it names. Quarantines nothing. Raises ConfigError, naming the configuration key `key`, for a URL that
-    no storage has; Refused where there is no checkpoint, with the reason `none`, by default that the URL holds none;
-    OSError."""
+    no storage has; Refused where there is no checkpoint, with the reason `none_reason`, by default that the URL holds
+    none; OSError."""
     storage_url, name = split_url(url)
     storage = open_storage(storage_url, key)
     if name:
         return storage, name, load_manifest(storage, name)
-    selection = find_newest_checkpoint(storage, deep=False, mark=False)
+    selection = find_newest_checkpoint(storage, verifies_bytes=False, quarantines=False)
     if selection.directory is None or selection.manifest is None:
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in selection.refused)
-        none = none or f"{strip_url_secrets(url)}: holds no checkpoint"
-        raise Refused(f"{none}{f' that can be read: {reasons}' if reasons else SAVED}")
+        none_reason = none_reason or f"{strip_url_secrets(url)}: holds no checkpoint"
+        raise Refused(f"{none_reason}{f' that can be read: {reasons}' if reasons else SAVED}")
     return storage, selection.directory, selection.manifest
 
 
@@ -233,7 +233,7 @@ def commit_checkpoint(
     `guard` is called just before the manifest is written, and raises if it must not be. Raises Refused with the reason
     (a hole, an overlap, a file that differs from its report), OSError.
     """
-    manifest = Manifest.collect_reports(meta, reports)
+    manifest = Manifest.build_from_reports(meta, reports)
     manifests.check_tensors(manifest, tensors)
     if extra := sorted(manifest.tensors.keys() - tensors.keys()):
         raise Refused(f"the workers wrote {extra[0]}, which is no part of the state")
@@ -322,34 +322,35 @@ class Selection:
         return f"{self.storage.url}/{self.directory}"
 
 
-def find_newest_checkpoint(storage: Storage, *, deep: bool = True, mark: bool = True) -> Selection:
+def find_newest_checkpoint(storage: Storage, *, verifies_bytes: bool = True, quarantines: bool = True) -> Selection:
     """Find the newest intact checkpoint; quarantine newer ones that are corrupt.
 
-    `deep`: read and verify every byte now; else that is left to `restore`, which verifies what it reads. `mark`:
-    quarantine, which only the driver with the lease may do. Checkpoints that are incomplete, of another format or
-    unreadable today are skipped and not marked. Raises OSError if the storage cannot be listed.
-    """
+    `verifies_bytes`: read and verify every byte now; else that is left to `restore`, which verifies what it reads.
+    `quarantines`: quarantine, which only the driver with the lease may do. Checkpoints that are incomplete, of another
+    format or unreadable today are skipped and not marked. Raises OSError if the storage cannot be listed."""
     for _ in range(_LOOKS):
         listed = list_attempts(storage)
-        selection = _select_first_trusted(storage, listed, deep, mark)
+        selection = _select_first_trusted(storage, listed, verifies_bytes, quarantines)
         if selection.manifest or list_attempts(storage) == listed:
             break  # else the listed ones were superseded and deleted while they were read: look again
     return selection
 
 
-def _select_first_trusted(storage: Storage, candidates: Sequence[Attempt], deep: bool, mark: bool) -> Selection:
+def _select_first_trusted(
+    storage: Storage, candidates: Sequence[Attempt], verifies_bytes: bool, quarantines: bool
+) -> Selection:
     """Select the first of the attempts `candidates` whose checkpoint can be trusted, with the reasons against earlier
-    ones. `deep`: read and verify every byte; `mark`: quarantine corrupt checkpoints."""
+    ones. `verifies_bytes`: read and verify every byte; `quarantines`: quarantine corrupt checkpoints."""
     refused: list[tuple[str, str]] = []
     sound: list[str] = []
     for attempt in candidates:
         directory = attempt.directory_name
         try:
-            manifest = (verify_checkpoint if deep else load_manifest)(storage, directory)
+            manifest = (verify_checkpoint if verifies_bytes else load_manifest)(storage, directory)
             return Selection(storage, directory, manifest, tuple(refused), tuple(sound))
         except Corrupt as error:
             refused.append((directory, str(error)))
-            if mark:
+            if quarantines:
                 with suppress(OSError):  # the storage may be read-only
                     quarantine_checkpoint(storage, directory, str(error))
         except (Refused, OSError) as error:

@@ -44,13 +44,13 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
     URL), whose header carries the checkpoint's `Meta`. Raises FileExistsError if the file exists."""
     described = {name: (t.dtype, t.shape) for name in names for t in [manifest.tensors[name]]}
     folder, file = _split_new_target(target)
-    with _track_export(manifest, names) as shown:
+    with _show_export_progress(manifest, names) as shown:
         tensors = (read_tensor(storage, directory, manifest, name) for name in shown)
         write_safetensors(folder, file, {META: json.dumps(asdict(manifest.meta))}, described, tensors)
 
 
 @contextmanager
-def _track_export(manifest: Manifest, names: Sequence[str]) -> Iterator[Iterator[str]]:
+def _show_export_progress(manifest: Manifest, names: Sequence[str]) -> Iterator[Iterator[str]]:
     """Yield the names of a checkpoint's tensors; each is shown as exported when the next one is taken."""
     sizes = {name: prod(t.shape) * DTYPES[t.dtype].itemsize for name in names for t in [manifest.tensors[name]]}
     with show_phase("exporting", sum(sizes.values()), "B") as shown:
@@ -183,7 +183,7 @@ def export_dcp(storage: Storage, directory: str, manifest: Manifest, target: str
     # One thread: with more, torch 2.13 reports a failed write as a success.
     try:
         staged = write_all_or_nothing(LocalStorage(f"{folder.url}/{name}"), ())
-        with _track_export(manifest, names) as shown, _hide_process_group_warning(), staged as staging:
+        with _show_export_progress(manifest, names) as shown, _hide_process_group_warning(), staged as staging:
             state = {name: read_tensor(storage, directory, manifest, name) for name in shown}
             state[META] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
             dcp.save(state, storage_writer=dcp.FileSystemWriter(staging.url, thread_count=1), no_dist=True)

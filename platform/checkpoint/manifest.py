@@ -106,7 +106,7 @@ class Manifest:
         return sum(self.files.values())
 
     @classmethod
-    def collect_reports(cls, meta: Meta, reports: Iterable[FileReport]) -> Manifest:
+    def build_from_reports(cls, meta: Meta, reports: Iterable[FileReport]) -> Manifest:
         """Assemble a checkpoint's manifest from its metadata and the workers' reports on their block files
         (`Image.write_file`). Raises Refused if they contradict each other."""
         files: dict[str, int] = {}

@@ -99,7 +99,7 @@ def recover_state(survived: Sequence[Chain], read: Read, state: State, blocks: S
         return
     placed_bytes = sum(box.num_elements * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
     count = -(-placed_bytes // max(LARGEST_BLOCK, world.budget * world.size))
-    turns = _iterate_turns(survived, {block.name for block in blocks}, world, count)
+    turns = _iterate_send_rounds(survived, {block.name for block in blocks}, world, count)
     exchange_pieces(turns, fetch_parts, state, blocks, world)
 
 
@@ -116,7 +116,7 @@ def _iterate_own_pieces(chains: Sequence[Chain], blocks: Sequence[Block]) -> Ite
                     yield Piece(tensor.name, tensor.dtype, part, Share(tensor, part))
 
 
-def _iterate_turns(
+def _iterate_send_rounds(
     survived: Sequence[Chain], names: Collection[str], world: World, count: int
 ) -> Iterator[list[list[Piece[Share]]]]:
     """Yield `count` turns of a recovery from memory: the pieces that every rank sends to others in each, about an equal

@@ -37,7 +37,7 @@ Holders = dict[str, list[tuple[Box, tuple[int, ...]]]]  # tensor -> (block, its 
 Blocks = dict[str, list[Block]]  # tensor -> a rank's own blocks of it, in order
 
 
-def gather_alone(value: Any) -> list[Any]:
+def gather_single_rank(value: Any) -> list[Any]:
     """Return a value as the list [value]: the all-gather of a checkpoint's restore in a single process."""
     return [value]
 
@@ -58,7 +58,7 @@ class World(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    all_gather: AllGather = gather_alone
+    all_gather: AllGather = gather_single_rank
     exchange: Exchange = exchange_nothing
     budget: int = 256 << 20
     note: Callable[[int, int], None] = note_nothing
@@ -194,7 +194,7 @@ def _build_messages(
     from there to wherever else it belongs.
     """
     messages, regions = _allocate_messages(pieces, holders, world)
-    targets = [_find_own_memory(piece, own_blocks) if world.rank not in piece.had else None for piece in pieces]
+    targets = [_find_destination_memory(piece, own_blocks) if world.rank not in piece.had else None for piece in pieces]
     is_in_place = [buffer is not None for buffer in targets]
     for region in regions:
         if targets[region.piece] is None and region.part == pieces[region.piece].box:
@@ -237,7 +237,7 @@ def _allocate_messages(pieces: Sequence[Piece[S]], holders: Holders, world: Worl
     return [(receiver, built[tuple(p)]) for receiver, p in enumerate(parts) if p], regions
 
 
-def _find_own_memory(piece: Piece[S], own_blocks: Blocks) -> Tensor | None:
+def _find_destination_memory(piece: Piece[S], own_blocks: Blocks) -> Tensor | None:
     """Return memory of this rank's blocks into which a stored piece can be read, uint8 [bytes]; None if none suits."""
     for _, outer, tensor in own_blocks.get(piece.name, ()):
         if piece.box.intersect_box(outer) == piece.box:
@@ -263,20 +263,20 @@ def _unpack_message(message: Tensor, pieces: Sequence[Piece[S]], own_blocks: Blo
         for _, outer, tensor in own_blocks.get(piece.name, ()):
             if part := piece.box.intersect_box(outer):
                 end = at + part.num_elements * size
-                tensor.detach()[part.relative_slices(outer)].copy_(_view_values(message[at:end], piece.dtype, part))
+                tensor.detach()[part.relative_slices(outer)].copy_(_view_as_tensor(message[at:end], piece.dtype, part))
                 at = end
     assert at == len(message), "sender and receiver agree on who holds what"
 
 
 def _place_piece(piece: Piece[S], data: Tensor, own_blocks: Blocks) -> None:
     """Copy a stored piece of a tensor that this rank has fetched, uint8 [bytes], into its blocks (`own_blocks`)."""
-    values = _view_values(data, piece.dtype, piece.box)
+    values = _view_as_tensor(data, piece.dtype, piece.box)
     for _, outer, tensor in own_blocks.get(piece.name, ()):
         if part := piece.box.intersect_box(outer):
             tensor.detach()[part.relative_slices(outer)].copy_(values[part.relative_slices(piece.box)])
 
 
-def _view_values(data: Tensor, dtype: str, box: Box) -> Tensor:
+def _view_as_tensor(data: Tensor, dtype: str, box: Box) -> Tensor:
     """Return the stored bytes of a block of a global tensor, uint8 [bytes], as its elements, in the shape of `box`."""
     if data.storage_offset() % DTYPES[dtype].itemsize:
         data = data.clone()  # view() needs an offset aligned to the type

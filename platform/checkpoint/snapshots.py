@@ -90,7 +90,7 @@ def assign_copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[
     return assigned
 
 
-def find_peers(copies: Iterable[Copy], rank: int) -> set[int]:
+def find_copy_peers(copies: Iterable[Copy], rank: int) -> set[int]:
     """Return the ranks that keep in-memory copies of the state for `rank`, or whose copies it keeps; `copies`: all."""
     return {end for copy in copies if rank in (pair := (copy.sender, copy.receiver)) for end in pair} - {rank}
 
@@ -424,13 +424,13 @@ class RankSnapshots:
             yield Snapshot(self._mates[mate], at, own_parts, copied_parts)
 
     def exchange_handovers(
-        self, passed: Sequence[Copy], step: int, rank: int, transfer: Transfer, distrusted: Collection[int] = ()
+        self, handovers: Sequence[Copy], step: int, rank: int, transfer: Transfer, distrusted: Collection[int] = ()
     ) -> None:
-        """Send the parts of in-memory state in `passed` (a result of `handed_over`) that this rank is the sender of,
+        """Send the parts of in-memory state in `handovers` (a result of `handed_over`) that this rank is the sender of,
         and receive those meant for it; all ranks of the call, of which this one is `rank`, do so together before a
         generation in which some survivors have no seat."""
         node = self.open_node_snapshot(step, distrusted)
-        sent, kept = map_exchanged_parts(passed, rank)
+        sent, kept = map_exchanged_parts(handovers, rank)
         handed = Buffer(_flatten_parts(kept))
         outgoing = [(peer, node.join_parts(parts)) for peer, parts in sent.items()]
         with PROGRESS.mark_waiting("transfer"):

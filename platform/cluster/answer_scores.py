@@ -33,7 +33,7 @@ AT_ONCE = 64  # samples whose text is counted at a time
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLoss:
     """Loss of a model on a text: `nats`, the sum over its predicted `tokens`, which are `words` and `bytes`; 0 of these
     if the text has no tokenizer."""
 
@@ -65,7 +65,9 @@ def _finite_perplexity(nats: float, count: int) -> float | None:
     return perplexity if math.isfinite(perplexity) else None
 
 
-def measure_losses(asked: AskedModel, corpus: Corpus, splits: Mapping[str, str], max_samples: int) -> list[Measured]:
+def measure_losses(
+    asked: AskedModel, corpus: Corpus, splits: Mapping[str, str], max_samples: int
+) -> list[MeasuredLoss]:
     """Measure a trained model's loss on held-out text. `splits`: source -> split of the
     corpus; `max_samples`: samples of each split to evaluate, 0 for all."""
     counts = {split: corpus.count_samples(split) for split in splits.values()}
@@ -74,7 +76,7 @@ def measure_losses(asked: AskedModel, corpus: Corpus, splits: Mapping[str, str],
     for name, split in splits.items():
         tokens = corpus.predicted(split, 0, samples[split])
         units = count_words_and_bytes(corpus, split, samples[split])
-        rows.append(Measured(name, losses[split] * tokens, tokens, *units, samples[split]))
+        rows.append(MeasuredLoss(name, losses[split] * tokens, tokens, *units, samples[split]))
     return rows
 
 
@@ -101,7 +103,7 @@ def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int
     return words, size
 
 
-def print_losses(rows: Sequence[Measured], say: Say) -> None:
+def print_losses(rows: Sequence[MeasuredLoss], say: Say) -> None:
     """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text."""
     units = f"{'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     say(f"{'source':<20} {'tokens':>12} {'loss':>9} {units}")
@@ -195,10 +197,10 @@ class Lines:
     """New file at `path`, which the option `flag` names, that lines are added to. If one cannot be written, its part in
     the file is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
 
-    def __init__(self, path: str, flag: str):
-        """Create the file for a model's answers at `path`, which an option `flag` names. Raises ConfigError."""
-        self._path, self._flag, self._whole = path, flag, 0
-        with refuse_unwritable(flag, path):
+    def __init__(self, path: str, option_name: str):
+        """Create the file for a model's answers at `path`, which an option `option_name` names. Raises ConfigError."""
+        self._path, self._flag, self._whole = path, option_name, 0
+        with refuse_unwritable(option_name, path):
             self._file = open(path, "xb", buffering=0)
 
     def append_line(self, text: str) -> None:

@@ -70,19 +70,19 @@ def _parse_prompt_object(line: str, where: str) -> dict[str, Any]:
     return prompt_object
 
 
-def find_end_ids(vocabulary: Vocabulary | None, generation: bytes) -> list[int]:
+def find_end_ids(vocabulary: Vocabulary | None, generation_config: bytes) -> list[int]:
     """Return the token ids that end a model's answer: of documents, chat messages, or in generation_config.json."""
-    end_ids = set(_parse_end_ids(generation))
+    end_ids = set(_parse_end_ids(generation_config))
     if vocabulary is not None:
         end_ids.add(vocabulary.special.end)
         end_ids |= {i for token in _TURNS if (i := vocabulary.tokenizer.token_to_id(token)) is not None}
     return sorted(end_ids)
 
 
-def _parse_end_ids(generation: bytes) -> Iterator[int]:
+def _parse_end_ids(generation_config: bytes) -> Iterator[int]:
     """Yield the token ids by which a generation_config.json ends a model's answer; none if it is not readable."""
     try:
-        end_ids = documents.parse_json(generation or b"{}").get("eos_token_id")
+        end_ids = documents.parse_json(generation_config or b"{}").get("eos_token_id")
     except (Malformed, AttributeError):
         return
     yield from (i for i in (end_ids if isinstance(end_ids, list) else [end_ids]) if type(i) is int and 0 <= i < _IDS)
@@ -192,7 +192,7 @@ def add_boundary_token(ids: Ids, model: Model, special: SpecialIds) -> list[int]
 
 def _check_text(text: str, where: str) -> str:
     """Return a prompt's text unchanged. Raises ConfigError if it has half a character, which no tokenizer reads."""
-    if half := documents.find_half_character(text):
+    if half := documents.find_lone_surrogate(text):
         raise ConfigError("prompt", where, f"is no text: it has {half}")
     return text
 
@@ -300,7 +300,7 @@ def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, bea
     `tokens` with its answer and so many `beams`: weights, keys and values, and logits, each counted once."""
     weights = plan.parameter_count * plan.itemsize["compute"]
     row = _bytes_of_row(config.model, pad_to_multiple(tokens, ROOM), plan.itemsize["compute"])
-    needed_bytes, available_bytes = weights + row * rows * beams, _total_memory(config, plan.mesh.world_size)
+    needed_bytes, available_bytes = weights + row * rows * beams, _total_worker_memory(config, plan.mesh.world_size)
     if needed_bytes <= available_bytes:
         return
     fit = max(0, int((available_bytes - weights) // row))
@@ -322,7 +322,7 @@ def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
     return model.layers * seen * width * itemsize + model.vocab * _LOGIT
 
 
-def _total_memory(config: Config, workers: int) -> float:
+def _total_worker_memory(config: Config, workers: int) -> float:
     """Return the bytes of memory that all workers have to generate texts; inf if unknown before they start."""
     cluster = config.cluster
     if cluster.gpu and (of_one := nominal_memory(cluster.gpu)):

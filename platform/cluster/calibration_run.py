@@ -32,11 +32,13 @@ TINY = (
 SECONDS = 300.0  # without progress, after which a worker hangs
 
 
-def run_calibration(config: Config, workers: int, folder: Path, like: Hardware | None, tiny: bool = False) -> str:
+def run_calibration(
+    config: Config, workers: int, folder: Path, base_hardware: Hardware | None, tiny: bool = False
+) -> str:
     """Start the workers and let them measure; return the text of the file. Raises ConfigError, NoPlaces,
     WorkerFailed."""
-    kind = resources.crew_kind(config.cluster)
-    places = resources.reserve_workers(config.cluster, workers, print_line)
+    kind = resources.launcher_kind(config.cluster)
+    places = resources.await_worker_places(config.cluster, workers, print_line)
     job = Job(config, [{"data": i} for i in range(workers)], places.device, folder, secrets=known_secrets())
     print_line(f"measuring on {format_count(workers, 'worker')} ({kind}, {job.device})")
     with relay_log("platform.cluster", print_line), open_crew(kind, job) as crew:
@@ -47,27 +49,29 @@ def run_calibration(config: Config, workers: int, folder: Path, like: Hardware |
             print_line(f"  {one.tier}: {format_count(groups, 'group')} of {format_count(workers_each, 'worker')}")
             round_replies.append((one, _measure_round(crew, job, one, str(number), tiny)))
     device, memory, processors = round_replies[0][1][0]
-    if like is None:
-        like = (find_gpu_hardware(device) if job.device == "cuda" else None) or choose_pricing_hardware(config)
-    seen = Seen(date.today().isoformat(), config.precision, device, Counter(nodes), like.name)
+    if base_hardware is None:
+        base_hardware = (find_gpu_hardware(device) if job.device == "cuda" else None) or choose_pricing_hardware(config)
+    seen = Seen(date.today().isoformat(), config.precision, device, Counter(nodes), base_hardware.name)
     on_gpu = job.device == "cuda"
-    first = replace(like, ahead=on_gpu, processors=processors, memory=memory or like.memory)
+    first = replace(base_hardware, ahead=on_gpu, processors=processors, memory=memory or base_hardware.memory)
     steps = [build_step_work(c, make_plan(c)) for c in step_configs(config, on_gpu, tiny)]
     measured = [(one, timings) for one, (_, timings) in round_replies]
     return format_hardware_file(*hardware_of_rounds(first, measured, seen, steps), seen)
 
 
 def _measure_round(
-    crew: Crew, job: Job, one: Round, name: str, tiny: bool
+    crew: Crew, job: Job, calibration_round: Round, name: str, tiny: bool
 ) -> tuple[tuple[str, float, int], Sequence[Timings]]:
     """Let the workers measure a round together; return the first one's device, with its memory and processors, and the
     timings of each. Raises WorkerFailed."""
     numbers = sorted(crew.members)
-    seats = [numbers[rank] for rank in one.mesh_ranks]
+    seats = [numbers[rank] for rank in calibration_round.mesh_ranks]
     crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
-    method = Worker.measure_kernels if one.tier == "kernels" else Worker.measure_collectives
+    method = Worker.measure_kernels if calibration_round.tier == "kernels" else Worker.measure_collectives
     ranks = ByRank(range(len(seats)))
-    replies = crew.call_ranks(method, ranks, list(one.group_shape), name, crew.store, tiny, within=SECONDS)
+    replies = crew.call_ranks(
+        method, ranks, list(calibration_round.group_shape), name, crew.store, tiny, within=SECONDS
+    )
     crew.release_members()
     first = replies[0]
     return (first.device, first.memory, first.processors), [its.timings for its in replies]

@@ -94,14 +94,14 @@ _CORE = 1e11  # FLOP/s of a CPU worker, at most
 _BYTES_PER_TOKEN = 3.5  # of Python source, under a vocabulary trained on it
 
 
-def demonstration_warning(config: Config, plan: Plan, nbytes: float) -> str:
+def demonstration_warning(config: Config, plan: Plan, text_bytes: float) -> str:
     """Return a one-line warning for a run that would take more than a day even at its devices' peak, but has only the
-    demonstration text, `nbytes` bytes of Python's standard library (data=stdlib), to train on; else ""."""
+    demonstration text, `text_bytes` bytes of Python's standard library (data=stdlib), to train on; else ""."""
     tokens = config.train.steps * plan.tokens_per_step
     peak = dense_bf16_peak(config.cluster.gpu) or _CORE
     if config.data.kind != "stdlib" or tokens * plan.flops_per_token < _DAY * peak * plan.mesh.world_size:
         return ""
-    available_tokens = nbytes / _BYTES_PER_TOKEN
+    available_tokens = text_bytes / _BYTES_PER_TOKEN
     wanted, has = (format_number(n).strip() for n in (tokens, available_tokens))
     return (
         f"data=stdlib: {config.train.steps} steps take {wanted} tokens, and the demonstration text, Python's own"

@@ -24,10 +24,10 @@ class Finding(NamedTuple):
     text: str
 
 
-def proofs_of_cluster(journal: Sequence[JournalEvent], rows: Sequence[_Row], verified: str) -> list[Finding]:
+def judge_cluster_checks(journal: Sequence[JournalEvent], rows: Sequence[_Row], checkpoint_fault: str) -> list[Finding]:
     """Judge from the records of a finished run what it has proven of its cluster (cluster.check): a Finding per proof.
-    `journal`: its events; `rows`: its rows of metrics; `verified`: why its newest checkpoint could not be read back, ""
-    if it could."""
+    `journal`: its events; `rows`: its rows of metrics; `checkpoint_fault`: why its newest checkpoint could not be read
+    back, "" if it could."""
     expected_workers = max((e.world_size for e in journal if isinstance(e, events.Starting)), default=0)
     formed = [e.workers for e in journal if isinstance(e, events.Formed)]
     largest = max(formed, key=len, default=[])
@@ -36,7 +36,7 @@ def proofs_of_cluster(journal: Sequence[JournalEvent], rows: Sequence[_Row], ver
         _judge_shared_storage(journal),
         _judge_collectives(rows, len(largest)),
         _judge_training(rows),
-        _judge_checkpoints(journal, verified),
+        _judge_checkpoints(journal, checkpoint_fault),
         _judge_failures(journal),
     ]
 
@@ -80,12 +80,12 @@ def _judge_training(rows: Sequence[_Row]) -> Finding:
     return Finding("training", last < _FEWER * first, text)
 
 
-def _judge_checkpoints(journal: Sequence[JournalEvent], verified: str) -> Finding:
+def _judge_checkpoints(journal: Sequence[JournalEvent], checkpoint_fault: str) -> Finding:
     """Return the finding of a cluster check that checkpoints were saved and the newest was read back, with the bytes
-    per second of the last save. `verified`: why it could not be read back, "" if it could."""
+    per second of the last save. `checkpoint_fault`: why it could not be read back, "" if it could."""
     saved = [e for e in journal if isinstance(e, events.Checkpoint)]
-    if not saved or verified:
-        return Finding("checkpoints", False, verified or "none was saved")
+    if not saved or checkpoint_fault:
+        return Finding("checkpoints", False, checkpoint_fault or "none was saved")
     newest = saved[-1]
     rate = newest.bytes / newest.seconds if newest.seconds else 0.0
     speed = f"{format_number(rate).strip()}B/s"

@@ -17,7 +17,7 @@ from platform.boundary.redaction import known_secrets, strip_url_secrets
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import Say, show_phase
-from platform.boundary.world_faults import growing_pauses, is_world_fault
+from platform.boundary.world_faults import growing_pauses, is_external_fault
 from platform.cluster import resources, run_directory
 from platform.cluster.answer_scores import RunTasks, open_tasks, violations_of_tasks
 from platform.cluster.callbacks import CallbackGuard, Callbacks, demonstration_warning, seconds_left
@@ -35,17 +35,17 @@ from platform.config.fields import Config, training_objective_name
 from platform.data import cache
 from platform.data.corpus import Corpus, open_run_corpus
 from platform.data.data_checks import check_sample, violations_of_sources
-from platform.data.text_sources import stdlib_bytes
+from platform.data.text_sources import count_stdlib_bytes
 from platform.data.tokenizer import Vocabulary, load_named_vocabulary
 from platform.monitor import Journal, RunMonitor, events, open_monitor
-from platform.monitor.journal import Live
+from platform.monitor.journal import LiveState
 from platform.monitor.sinks.sink_process import violations_of_sinks
 from platform.optimizer.learning_rate import warning_of_warmup
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_summary
 from platform.plan.plan_summary import format_number, head_lines
-from platform.predict.choose_schedule import violations_of_kernel, violations_of_requests
+from platform.predict.choose_schedule import violations_of_kernel, violations_of_text_requests
 from platform.predict.memory_budget import predict_peak_bytes
 
 if TYPE_CHECKING:
@@ -82,15 +82,15 @@ def drive_run(
     try:
         with StopSignals() as signals, _stop_before_time_limit(config, signals):
             state.guard.stop = signals.note_request
-            return _drive_when_reachable(config, plan, worker, signals, state)
+            return _drive_with_start_retries(config, plan, worker, signals, state)
     finally:
         if torchrun.is_under_torchrun():
-            torchrun.release_followers()
+            torchrun.release_waiting_workers()
 
 
-def _drive_when_reachable(config: Config, plan: Plan, worker: str, signals: StopSignals, state: DriverState) -> int:
+def _drive_with_start_retries(config: Config, plan: Plan, worker: str, signals: StopSignals, state: DriverState) -> int:
     """Drive a run as `_drive_or_report` does, again after growing pauses while the world keeps it from starting
-    (`is_world_fault`): for elastic.wait seconds if it has done steps before, and for cluster.wait at least."""
+    (`is_external_fault`): for elastic.wait seconds if it has done steps before, and for cluster.wait at least."""
     has_steps = False
     with suppress(OSError, Malformed):
         has_steps = run_directory.find_last_step(state.directory.path) > 0
@@ -99,7 +99,7 @@ def _drive_when_reachable(config: Config, plan: Plan, worker: str, signals: Stop
         try:
             return _drive_or_report(config, plan, worker, signals, state)
         except ConfigError as error:
-            if state.journal or not is_world_fault(error) or (pause := next(pauses, None)) is None:
+            if state.journal or not is_external_fault(error) or (pause := next(pauses, None)) is None:
                 raise
             state.say(f"{error}: tries again in {pause:.0f} s")
         try:
@@ -115,13 +115,13 @@ def _drive_or_report(config: Config, plan: Plan, worker: str, signals: StopSigna
         try:
             return _check_and_drive(config, plan, worker, signals, state, opened)
         except (Stopped, Exception) as error:
-            if isinstance(error, ConfigError) and not (state.journal and is_world_fault(error)):
+            if isinstance(error, ConfigError) and not (state.journal and is_external_fault(error)):
                 if state.journal:
                     state.journal.write(events.Refused(reasons=error.violations))
                 raise
-            signals.note_end_status(FAILED)
+            signals.exit_on_second_signal(FAILED)
             status = report_end(error, state)
-            signals.note_end_status(status)
+            signals.exit_on_second_signal(status)
             return status
 
 
@@ -138,11 +138,11 @@ def _check_and_drive(
         return DONE
     refuse_all([*violations_of_sources(config.data, vocab=config.model.vocab), *_violations_of_run(config, plan)])
     _check_memory(config, plan, config.cluster.device, state, stated=True)
-    if config.data.kind == "stdlib" and (line := demonstration_warning(config, plan, stdlib_bytes(config.data))):
+    if config.data.kind == "stdlib" and (line := demonstration_warning(config, plan, count_stdlib_bytes(config.data))):
         state.say(f"warning: {line}")
     from platform.cluster.resources import reserve_or_suggest
 
-    directory.refuse_owned()
+    directory.refuse_if_locked()
     size, spares, least = plan.mesh.world_size, config.elastic.spares, config.elastic.min_workers
     reserve = partial(reserve_or_suggest, config, state.command, size, spares=spares, least=least)
     waits = config.cluster.kind == "ray" or config.cluster.wait
@@ -163,7 +163,7 @@ def _check_and_drive(
     previous_config = opened.enter_context(directory.claim(config, plan_summary(plan)))
     origin.check_storage_writable(config)
     corpus = _open_corpus(config, plan, directory.path, state.say, tasks, fresh=not resumes)
-    orphan = directory.find_orphan_step()
+    orphan = directory.find_dead_driver_step()
     meta = selection.manifest.meta if selection and selection.manifest else None
     changed = origin.find_changed_keys(previous_config, meta, config, plan.mesh.axes)
     effects = origin.describe_changed_schedule(previous_config, meta, config)
@@ -176,8 +176,8 @@ def _check_and_drive(
     _drive_crew(run, state, orphan)
     status = report_end(None, state)
     if config.cluster.check:
-        status = state.status = _print_findings(checkpoints, journal, monitor) or status
-    _print_next_steps(state, config, corpus.vocabulary)
+        status = state.status = _print_cluster_check(checkpoints, journal, monitor) or status
+    _print_closing_hints(state, config, corpus.vocabulary)
     return status
 
 
@@ -233,7 +233,7 @@ def _files_to_carry(config: Config, selection: Selection | None, corpus: Corpus,
     return files | {name: raw for name, raw in beside.items() if name == GENERATION}
 
 
-def _print_next_steps(state: DriverState, config: Config, vocabulary: Vocabulary | None) -> None:
+def _print_closing_hints(state: DriverState, config: Config, vocabulary: Vocabulary | None) -> None:
     """Print the directory of a finished run, the newest checkpoint, and commands that may come next.
     `vocabulary`: the tokenizer of its text, None if it has none."""
     state.say(f"run directory: {state.directory.path}")
@@ -248,11 +248,11 @@ def _print_next_steps(state: DriverState, config: Config, vocabulary: Vocabulary
         state.say(line)
 
 
-def _print_findings(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
+def _print_cluster_check(checkpoints: Checkpoints, journal: Journal, monitor: RunMonitor) -> int:
     """Print the findings of a cluster check, a finished run; return FAILED if any proof is missing, else DONE."""
-    from platform.cluster.cluster_check import format_findings, proofs_of_cluster
+    from platform.cluster.cluster_check import format_findings, judge_cluster_checks
 
-    findings = proofs_of_cluster(journal.read_events(), monitor.read_rows(), checkpoints.find_newest_fault())
+    findings = judge_cluster_checks(journal.read_events(), monitor.read_rows(), checkpoints.find_newest_fault())
     monitor.say(format_findings(findings))
     return DONE if all(finding.proven for finding in findings) else FAILED
 
@@ -286,7 +286,7 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     """Open the run's journal and its monitor (console, metrics, W&B), to be closed by `opened`. Raises ConfigError if
     the run directory cannot be written."""
     path = state.directory.path
-    with state.directory.refuse_unusable():
+    with state.directory.refuse_os_errors():
         journal = Journal(state.directory.journal, state.say, state.note_event)
         state.journal = opened.enter_context(closing(journal))
         state.monitor = monitor = open_monitor(config, path, total_steps=state.steps, on_step=state.note_step)
@@ -294,24 +294,24 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
     return journal, monitor
 
 
-def _describe_driver(state: DriverState) -> Live:
+def _driver_part_of_live(state: DriverState) -> LiveState:
     """Return the driver's own part of live.json, in the thread that writes it."""
     controller, saving = state.controller, state.checkpoints.save_under_way if state.checkpoints else None
-    return Live(
+    return LiveState(
         time=0.0,
         generation=state.journal.generation if state.journal else 0,
         step=state.steps_done,
-        usual=controller.pace.usual_seconds(0) if controller else None,
+        usual=controller.pace.median_seconds(0) if controller else None,
         held=controller.held if controller else None,
         saving=saving[0] if saving else None,
         saving_since=time() - (monotonic() - saving[1]) if saving else None,
     )
 
 
-def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None:
-    """Start the run's crew of workers and train to the last step, re-forming the mesh as often as it takes. `orphan`:
-    the last step of a driver before that died without an end, None if none did. Raises Unsaved if the state after the
-    last step was to be saved and is not."""
+def _drive_crew(run: RunContext, state: DriverState, dead_driver_step: int | None) -> None:
+    """Start the run's crew of workers and train to the last step, re-forming the mesh as often as it takes.
+    `dead_driver_step`: the last step of a driver before that died without an end, None if none did. Raises Unsaved if
+    the state after the last step was to be saved and is not."""
     job, say = run.job, run.monitor.say
     run.checkpoints.check_corpus(run.corpus.digest)
     for line in list_start_lines(run.config, run.plan, job.device):
@@ -320,7 +320,7 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
         say("settings  " + ", ".join(f"{key}={value}" for key, value in settings.items()))
     if line := warning_of_warmup(run.config.optimizer, run.config.train.steps):
         say(line)
-    kind = resources.crew_kind(run.config.cluster)
+    kind = resources.launcher_kind(run.config.cluster)
     spare_count = run.places.members - job.world_size  # spares; negative if the run starts with fewer workers
     spares = f" and {format_count(spare_count, 'spare')}" if spare_count > 0 else ""
     learns = f"{format_count(run.steps, 'step')} of {run.plan.tokens_per_step:,} tokens of {run.config.data.kind}"
@@ -333,12 +333,15 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
     report_code_changes(code, run.journal, say)
     starting = events.Starting(world_size=job.world_size, cluster=kind, device=job.device, code=code)
     run.journal.write(replace(starting, command=state.command.resume_line(), git=describe_git_state() or None))
-    if orphan is not None:
-        lost = max(0, orphan - run.checkpoints.step)
-        run.journal.write(events.TookOver(step=orphan, steps_lost=lost))
-        say(f"the driver before died after step {orphan}: this one goes on in its place after {run.checkpoints.step}")
+    if dead_driver_step is not None:
+        lost = max(0, dead_driver_step - run.checkpoints.step)
+        run.journal.write(events.TookOver(step=dead_driver_step, steps_lost=lost))
+        say(
+            f"the driver before died after step {dead_driver_step}:"
+            f" this one goes on in its place after {run.checkpoints.step}"
+        )
     try:
-        pulse = Pulse(state.directory.path, partial(_describe_driver, state))
+        pulse = Pulse(state.directory.path, partial(_driver_part_of_live, state))
         with relay_log("platform.cluster", say), pulse, open_crew(kind, job, spare_count) as crew:
             pulse.outlook = crew.outlook
             if crew.came is not None:
@@ -350,9 +353,9 @@ def _drive_crew(run: RunContext, state: DriverState, orphan: int | None) -> None
             controller.train_to_last_step(crew)
     finally:
         run.journal.write(events.Released())
-    if run.checkpoints.lacks_last_step(controller.done):
+    if run.checkpoints.is_last_step_unsaved(controller.done):
         raise Unsaved
-    run.signals.note_end_status(DONE)
+    run.signals.exit_on_second_signal(DONE)
 
 
 def list_start_lines(config: Config, plan: Plan, device: str) -> list[str]:
@@ -386,7 +389,7 @@ def _violations_of_run(config: Config, plan: Plan) -> Iterator[str]:
     text that is asked of a model that gives none."""
     yield from violations_of_tasks(config)
     yield from violations_of_sinks(config)
-    yield from violations_of_requests(config, plan)
+    yield from violations_of_text_requests(config, plan)
     e, size = config.elastic, plan.mesh.world_size
     if 0 < e.max_workers < size:
         constraint = f"must be 0 or >= {format_count(size, 'worker')}, as the plan has"
@@ -404,7 +407,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, state: DriverState, *, 
     from platform.predict.remedies import Device, violation_of_host_memory, violation_of_memory
 
     c = config.cluster
-    decides = bool(c.device_memory) or (kind == "cuda" and resources.crew_kind(c) != "ray" and not gpu_count())
+    decides = bool(c.device_memory) or (kind == "cuda" and resources.launcher_kind(c) != "ray" and not gpu_count())
     if stated != decides:
         return
     device = find_worker_device(config, kind, plan.mesh.world_size)
@@ -412,7 +415,7 @@ def _check_memory(config: Config, plan: Plan, kind: str, state: DriverState, *, 
         refuse_lack_of_memory(config, plan, device, state.command)
     elif device and (line := violation_of_memory(config, plan, device)):
         state.say(f"warning: {line}")
-    if kind == "cuda" and resources.crew_kind(c) in ("inline", "local", "processes"):
+    if kind == "cuda" and resources.launcher_kind(c) in ("inline", "local", "processes"):
         machine = Device(machine_memory(), "this machine")
         refuse_all(filter(None, [violation_of_host_memory(config, plan, machine, plan.mesh.world_size)]))
 

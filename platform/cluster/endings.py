@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from platform.boundary.documents import error_line
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.terminal import print_line
-from platform.boundary.world_faults import UNAVAILABLE, is_world_fault
+from platform.boundary.world_faults import UNAVAILABLE, is_external_fault
 from platform.cluster.crew.failures import ClusterLost, GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.signals import Stopped
 from platform.cluster.shown_commands import Phases, phase_table
@@ -180,24 +180,24 @@ def report_end(error: BaseException | None, state: DriverState) -> int:
     if state.checkpoints and error:
         state.checkpoints.confirm_newest()
     event, text = next(how for kind, how in ENDINGS if isinstance(error, kind))(error, state)
-    state.status = STATUS.get(type(event), UNAVAILABLE if is_world_fault(error) else FAILED)
+    state.status = STATUS.get(type(event), UNAVAILABLE if is_external_fault(error) else FAILED)
     if state.journal:
-        state.journal.write(replace(event, **_progress_fields(error, state)))
+        state.journal.write(replace(event, **_end_event_fields(error, state)))
     if text:
         state.say(text)
     if state.controller:
         state.controller.forecast.report_typical_step()
     if state.journal and state.monitor:
-        _report_costs(state.journal, state.monitor)
+        _report_failure_costs(state.journal, state.monitor)
         if state.config.monitor.timing:
             _report_run_phases(state.phases, state.journal, state.monitor)
     return state.status
 
 
-def _progress_fields(error: BaseException | None, state: DriverState) -> dict[str, Any]:
+def _end_event_fields(error: BaseException | None, state: DriverState) -> dict[str, Any]:
     """Return the progress fields of the journal's `End` event: steps done, saved and lost, useful and lost seconds."""
     controller = state.controller
-    useful = {"useful_seconds": controller.take_useful_seconds()} if controller else {}
+    useful = {"useful_seconds": controller.take_unreported_seconds()} if controller else {}
     if error is None:
         return {"step": state.steps_done, **useful}
     discarded = controller.discard_unsaved_steps() if controller else ()
@@ -205,7 +205,7 @@ def _progress_fields(error: BaseException | None, state: DriverState) -> dict[st
     return {"step": state.steps_done, "saved": state.newest_saved_step, **lost, **useful}
 
 
-def _report_costs(journal: Journal, monitor: RunMonitor) -> None:
+def _report_failure_costs(journal: Journal, monitor: RunMonitor) -> None:
     """Report the run's goodput and the cost of its failures, computed from its journal: in the journal and to the
     monitor, and to the user if there were failures or re-forming."""
     try:

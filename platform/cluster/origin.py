@@ -34,12 +34,12 @@ ANSWER_SECONDS = 10.0  # for the first request to a storage
 
 
 def find_resume_checkpoint(
-    config: Config, plan: Plan | None = None, *, held: bool = False, over: bool = False
+    config: Config, plan: Plan | None = None, *, holds_lease: bool = False, may_start_over: bool = False
 ) -> Selection | None:
     """Find the checkpoint that a run is to resume from, by checkpoint.resume; return None if it is `never`. Only
-    manifests are read, not the tensors. `held`: this driver holds the lease of the checkpoint storage, and so
-    quarantines corrupt checkpoints; without it nothing is written. `over`: the run may start over at step 1 although
-    its directory shows steps as done; `plan`: the run's, whose moments it is to have.
+    manifests are read, not the tensors. `holds_lease`: this driver holds the lease of the checkpoint storage, and so
+    quarantines corrupt checkpoints; without it nothing is written. `may_start_over`: the run may start over at step 1
+    although its directory shows steps as done; `plan`: the run's, whose moments it is to have.
 
     Raises ConfigError if there is no checkpoint to resume from but there must be one, and if it is of a run of another
     identity.
@@ -49,14 +49,14 @@ def find_resume_checkpoint(
         return None
     url, name = environment_proof.find_resume_source(config)
     key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
-    storage = open_answering_storage(url, key)
+    storage = open_reachable_storage(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
     with refuse_failures(key, where, Refused, OSError, why="cannot be resumed from: {}"):
         if name:
             selection = Selection(storage, name, load_manifest(storage, name))
         else:
-            selection = find_newest_checkpoint(storage, deep=False, mark=held)
-    done = 0 if selection.manifest or c.resume != "auto" or over else last_recorded_step(config)
+            selection = find_newest_checkpoint(storage, verifies_bytes=False, quarantines=holds_lease)
+    done = 0 if selection.manifest or c.resume != "auto" or may_start_over else last_recorded_step(config)
     if selection.manifest is None and (c.resume != "auto" or selection.sound or done):  # starting over would lose them
         reasons = "".join(f"; {directory}: {reason}" for directory, reason in selection.refused)
         legal = ["checkpoint.resume=never"] if c.resume in RESUME else RESUME
@@ -88,7 +88,7 @@ def check_storage_writable(config: Config) -> None:
     storage and delete it again."""
     if not environment_proof.saves_checkpoints(config):
         return
-    storage = open_answering_storage(environment_proof.find_checkpoint_url(config), "checkpoint.url")
+    storage = open_reachable_storage(environment_proof.find_checkpoint_url(config), "checkpoint.url")
     missing_folders = list_missing_directories(storage.root) if isinstance(storage, LocalStorage) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:
@@ -99,7 +99,7 @@ def check_storage_writable(config: Config) -> None:
         remove_empty_directories(missing_folders)
 
 
-def open_answering_storage(url: str, key: str) -> Storage:
+def open_reachable_storage(url: str, key: str) -> Storage:
     """Open the checkpoint storage at `url`, list it once and return it. Raises ConfigError, naming the configuration
     key `key` that the URL is from, if it cannot be reached or has not answered after ANSWER_SECONDS: client libraries
     alone would retry for minutes."""

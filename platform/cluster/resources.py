@@ -66,21 +66,21 @@ class Places(NamedTuple):
     limit: float
 
 
-def crew_kind(cluster: Cluster) -> str:
+def launcher_kind(cluster: Cluster) -> str:
     """Return the kind of launcher of the workers: torchrun if it started this process, else `cluster.kind`."""
     return "torchrun" if torchrun.is_under_torchrun() else cluster.kind
 
 
 def spans_machines(cluster: Cluster) -> bool:
     """Return True if the run's workers may run on other machines than this one."""
-    kind = crew_kind(cluster)
+    kind = launcher_kind(cluster)
     return kind == "ray" or (kind == "torchrun" and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"])
 
 
 def count_available_workers(cluster: Cluster) -> int:
     """Return how many workers the cluster has room for, from which `parallel.data=-1` is settled: one per GPU if GPUs
     may be used, else one per core; under torchrun as many as it started."""
-    kind = crew_kind(cluster)
+    kind = launcher_kind(cluster)
     if kind == "inline":
         return 1
     if kind == "torchrun":
@@ -91,7 +91,7 @@ def count_available_workers(cluster: Cluster) -> int:
 
 def find_device_kind(cluster: Cluster) -> str:
     """Return the kind of device, cpu | cuda, that `count_available_workers` counts."""
-    return "cuda" if _uses_gpus(cluster, _measure_supply(crew_kind(cluster), cluster)) else "cpu"
+    return "cuda" if _uses_gpus(cluster, _measure_supply(launcher_kind(cluster), cluster)) else "cpu"
 
 
 def join_ray(cluster: Cluster, deadline: float | None = None) -> RayProcess:
@@ -141,14 +141,14 @@ def _uses_gpus(cluster: Cluster, supply: Supply) -> bool:
     return cluster.device == "cuda" or (cluster.device == "auto" and supply.gpus > 0)
 
 
-def reserve_workers(cluster: Cluster, world_size: int, say: Say, spares: int = 0, least: int = 0) -> Places:
+def await_worker_places(cluster: Cluster, world_size: int, say: Say, spares: int = 0, least: int = 0) -> Places:
     """Find room in the cluster for a run's `world_size` workers, or at least for `least` of them if that is not 0, and
     for its `spares`; print the chosen device.
 
     Spares are started if there is room now, and never waited for. Raises ConfigError if there is too little room, and
     NoPlaces if there is still too little after waiting `cluster.wait` seconds.
     """
-    kind = crew_kind(cluster)
+    kind = launcher_kind(cluster)
     _refuse_impossible(kind, world_size, spares)
     needed = int(os.environ["LOCAL_WORLD_SIZE"]) if kind == "torchrun" else world_size  # the supply is of one machine
     least = needed if kind == "torchrun" else min(least or needed, needed)
@@ -207,7 +207,7 @@ def _refuse_impossible(kind: str, world_size: int, spares: int) -> None:
 def _await_supply(kind: str, cluster: Cluster, needed: int, least: int, say: Say) -> tuple[Supply, str, str]:
     """Wait until the cluster has room for `needed` workers, at most `cluster.wait` seconds. Return the free supply, the
     device (cpu | cuda) and, if there is room only for `least` or more, a message on the lack, else "". Raises as
-    `reserve_workers`."""
+    `await_worker_places`."""
     deadline, said = monotonic() + cluster.wait, ""
     while True:
         supply = _measure_supply(kind, cluster, deadline)
@@ -271,7 +271,7 @@ def find_worker_device(config: Config, kind: str, workers: int) -> Device | None
         return Device(c.device_memory * 1e9, f"cluster.device_memory={c.device_memory:g}: it")
     if kind == "cuda":
         return _find_smallest_gpu() or _find_smallest_accelerator(config) or _look_up_accelerator(c.gpu)
-    if crew_kind(c) in ("inline", "local", "processes"):
+    if launcher_kind(c) in ("inline", "local", "processes"):
         return Device(machine_memory() / workers, f"its share of this machine, 1/{workers},")
     return None
 
@@ -296,7 +296,7 @@ def _find_smallest_gpu() -> Device | None:
 def _find_smallest_accelerator(config: Config) -> Device | None:
     """Return the accelerator model with the least memory among the labels of the Ray cluster's nodes; None if the
     workers are not started by Ray, or no label is known."""
-    if crew_kind(config.cluster) != "ray":
+    if launcher_kind(config.cluster) != "ray":
         return None
     names = join_ray(config.cluster).ask("list_accelerators", seconds=_JOIN_SECONDS)
     devices = [device for name in names if (device := _look_up_accelerator(name))]
@@ -317,7 +317,7 @@ def machine_memory() -> int:
     return limit
 
 
-def settle_open_keys(config: Config, say: Say) -> None:
+def choose_auto_keys(config: Config, say: Say) -> None:
     """Choose the open keys of a run's configuration, in place, for the workers and the memory that are there; print the
     choice or, with plan.top, the best plans."""
     if not config.plan.search:
@@ -334,27 +334,27 @@ def settle_open_keys(config: Config, say: Say) -> None:
         say(line)
 
 
-def settle_auto_rhythms(config: Config, plan: Plan, say: Say) -> None:
+def settle_auto_intervals(config: Config, plan: Plan, say: Say) -> None:
     """Settle elastic.snapshot_every=auto and checkpoint.every=auto of a run's configuration, in place, by what its
     directory shows of their costs, else by the plan; print the reasons."""
     if AUTO not in (config.elastic.snapshot_every, config.checkpoint.every):
         return
-    from platform.predict.recovery_price import NODE, Known, read_own_costs, settle_intervals
+    from platform.predict.recovery_price import NODE, Known, read_measured_costs, settle_intervals
     from platform.predict.step_price import hardware_of_device
 
     size, kind = plan.mesh.world_size, find_device_kind(config.cluster)
     device = find_worker_device(config, kind, size)
     hardware = hardware_of_device(config, kind, device.name if device and kind == "cuda" else config.cluster.gpu)
-    known = Known(kind, hardware, read_own_costs(Path(config.run.dir), size))
+    known = Known(kind, hardware, read_measured_costs(Path(config.run.dir), size))
     for line in settle_intervals(config, plan, NODE if spans_machines(config.cluster) else size, known):
         say(line)
 
 
 def reserve_or_suggest(config: Config, command: Command, size: int, say: Say, **more: int) -> Places:
-    """Find room as `reserve_workers` does; a refusal for want of GPUs ends with the best plan, as a `command`."""
+    """Find room as `await_worker_places` does; a refusal for want of GPUs ends with the best plan, as a `command`."""
     try:
         with expect_cluster(config):
-            return reserve_workers(config.cluster, size, say, **more)
+            return await_worker_places(config.cluster, size, say, **more)
     except TooFewGpus as error:
         *lines, last = error.violations
         workers = count_available_workers(config.cluster)
@@ -382,5 +382,5 @@ def _suggest_best_plan(config: Config, command: Command, workers: int, device: D
         if plan_choice and plan_choice.best_finalist:
             typed = plan_choice.space.format_overrides(plan_choice.best_finalist.choice)
             kind = "GPU" if device_kind(config) == "cuda" else "worker"
-            return f"; the best plan for {format_count(workers, kind)}: {command.line_with_values(typed)}"
+            return f"; the best plan for {format_count(workers, kind)}: {command.format_with_overrides(typed)}"
     return ""

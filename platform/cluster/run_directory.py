@@ -86,7 +86,7 @@ def find_final_step(directory: Path, steps: int, e: Eval) -> int:
     return done if done >= steps or early else 0
 
 
-def is_ended_by_notice(directory: Path) -> bool:
+def is_ended_by_preemption(directory: Path) -> bool:
     """Return True if a run's last driver ended as its node, or all workers, were to go. Raises Malformed, OSError."""
     life = events.last_driver_events([*read_journal(directory)])
     return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in life)
@@ -114,7 +114,7 @@ def find_last_step(directory: Path) -> int:
     return max(done, default=0)
 
 
-def find_orphan_step(directory: Path) -> int | None:
+def find_dead_driver_step(directory: Path) -> int | None:
     """Return the last training step that the last driver of a run directory had done, 0 for none, if it died without an
     end; None if it ended, or there was none. Raises Malformed, OSError."""
     life = events.last_driver_events([*read_journal(directory)])
@@ -128,7 +128,7 @@ def find_orphan_step(directory: Path) -> int | None:
 
 def _read_last_rows(path: Path) -> list[dict[str, Any]]:
     """Return the last rows of metrics in a run's metrics.jsonl."""
-    return json_records.read_last_lines(path, metrics.read_row)
+    return json_records.read_last_lines(path, metrics.validate_row)
 
 
 # They may exist before the first step; see `claim`.
@@ -150,7 +150,7 @@ class RunDirectory:
         Raises ConfigError if its files are not a run's, or if its run has another identity than `config`: the message
         names each differing key, and keys freed by `resume.allow` do not count."""
         why = "its config.yaml is not a run's configuration ({}); name another directory"
-        with self.refuse_unusable(), refuse_failures("run.dir", self.path, Malformed, why=why):
+        with self.refuse_os_errors(), refuse_failures("run.dir", self.path, Malformed, why=why):
             previous_config = read_configuration(self.path)
         cure = "move it away, or name another directory"
         refuse_all(format_violation("run.dir", self.path, f"{fault}; {cure}") for fault in find_faults(self.path))
@@ -162,15 +162,15 @@ class RunDirectory:
 
     def find_final_step(self, steps: int, e: Eval) -> int:
         """Return the updates of a run that ended in this directory, else 0; raise ConfigError if it is unreadable."""
-        with self.refuse_unusable():
+        with self.refuse_os_errors():
             return find_final_step(self.path, steps, e)
 
-    def find_orphan_step(self) -> int | None:
+    def find_dead_driver_step(self) -> int | None:
         """Return the last step of a driver that died in this run directory, else None. Raises ConfigError."""
-        with self.refuse_unusable():
-            return find_orphan_step(self.path)
+        with self.refuse_os_errors():
+            return find_dead_driver_step(self.path)
 
-    def refuse_owned(self) -> None:
+    def refuse_if_locked(self) -> None:
         """Raise ConfigError, naming the process, if another driver is alive in this run directory; before a run waits
         for places that the other one may have. `claim` decides."""
         with suppress(OSError, Malformed), documents.open_regular_file(self._lock) as lock:
@@ -190,7 +190,7 @@ class RunDirectory:
         """
         missing_folders, had_logs = list_missing_directories(self.path), (self.path / "logs").exists()
         try:
-            with self.refuse_unusable():
+            with self.refuse_os_errors():
                 self.path.mkdir(0o700, parents=True, exist_ok=True)  # an existing directory keeps its mode
                 (self.path / "logs").mkdir(0o700, exist_ok=True)
                 lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)  # no symlink: it is truncated
@@ -203,7 +203,7 @@ class RunDirectory:
             previous_config = self.check_identity(config)
             restored = _restore_files_if_refused(self._config, self._plan)
             with self._clean_up_if_refused(missing_folders, had_logs), restored:
-                with self.refuse_unusable():
+                with self.refuse_os_errors():
                     replace_text(self._config, yaml.safe_dump(redact_secrets(config.to_dict()), sort_keys=False))
                     self.write_plan(plan)
                 yield previous_config
@@ -232,11 +232,12 @@ class RunDirectory:
         """Write the run directory's `plan.json`, the summary of the newest mesh's plan; the journal has each mesh."""
         replace_text(self._plan, json.dumps(redact_secrets(plan), indent=1) + "\n")
 
-    def _lock_or_refuse(self, lock: int) -> None:
-        """Lock the run directory for this driver, by the open lock file `lock` (a descriptor), or raise ConfigError
-        naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is ever stale."""
-        with self.refuse_unusable():
-            owner = lock_or_owner(lock)
+    def _lock_or_refuse(self, descriptor: int) -> None:
+        """Lock the run directory for this driver, by the open lock file `descriptor` (a descriptor), or raise
+        ConfigError naming the process that holds it. The kernel frees the lock of a process that dies, so no lock is
+        ever stale."""
+        with self.refuse_os_errors():
+            owner = lock_or_read_owner(descriptor)
         if owner:
             self._refuse_owner(owner)
 
@@ -245,21 +246,21 @@ class RunDirectory:
         constraint = f"in use by {owner or 'another process'}; wait for it, stop it, or name another directory"
         raise ConfigError("run.dir", self.path, constraint)
 
-    def refuse_unusable(self) -> AbstractContextManager[None]:
+    def refuse_os_errors(self) -> AbstractContextManager[None]:
         """Raise ConfigError, for the user, where the run directory cannot be used inside the block."""
         why = "cannot be used ({.strerror}); name a directory that you can write to"
         return refuse_failures("run.dir", self.path, OSError, why=why)
 
 
-def lock_or_owner(lock: int) -> str:
+def lock_or_read_owner(descriptor: int) -> str:
     """Lock the lock file of a run directory for this process, by its descriptor, write this process's id and host into
     it, and return ""; if another process has locked it, return that process's id and host. Raises OSError."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return documents.printable_line(os.pread(lock, 1000, 0)) or "another process"
-    os.truncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        return documents.printable_line(os.pread(descriptor, 1000, 0)) or "another process"
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return ""
 
 

@@ -28,7 +28,7 @@ from platform.config.groups import Data
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_digest
 from platform.plan.simulate import stage_rows
-from platform.predict.choose_schedule import build_answering_model, build_schedule, violations_of_kernel
+from platform.predict.choose_schedule import build_generation_model, build_schedule, violations_of_kernel
 from platform.train import environment_proof
 from platform.weights.importing import keys_of_saved_model, open_initial_weights
 from platform.weights.model_folder import CONFIG, GENERATION, SavedModel, read_companion_files
@@ -36,15 +36,18 @@ from platform.weights.tensor_names import parse_stored_model
 
 
 @contextmanager
-def open_session(config: Config, plan: Plan, say: Say, *, corpus: str = "", writes: bool = True) -> Iterator[Crew]:
+def open_session(
+    config: Config, plan: Plan, say: Say, *, corpus: str = "", generates_texts: bool = True
+) -> Iterator[Crew]:
     """Open a crew of workers under `plan` that hold the trained weights of train.init, to be asked, and close it after
-    the block. `corpus`: the folder of the tokens that they evaluate on; `writes`: they are asked to continue or score
-    texts. Raises ConfigError, before any process starts unless only workers can see it; WorkerFailed if one fails."""
-    if writes:
+    the block. `corpus`: the folder of the tokens that they evaluate on; `generates_texts`: they are asked to continue
+    or score texts. Raises ConfigError, before any process starts unless only workers can see it; WorkerFailed if one
+    fails."""
+    if generates_texts:
         config = replace(config, monitor=replace(config.monitor, sample=1))  # as a run that asks its model
-        build_answering_model(config)
+        build_generation_model(config)
     open_initial_weights(config)
-    places = resources.reserve_workers(config.cluster, plan.mesh.world_size, say)
+    places = resources.await_worker_places(config.cluster, plan.mesh.world_size, say)
     placed_config = replace(config, cluster=replace(config.cluster, device=places.device))
     refuse_all(violations_of_kernel(placed_config, plan))
     size, schedule = plan.mesh.world_size, build_schedule(config, plan.num_replicas)
@@ -52,7 +55,7 @@ def open_session(config: Config, plan: Plan, say: Say, *, corpus: str = "", writ
     with tempfile.TemporaryDirectory(prefix="answers-") as logs:
         job = Job(config=config, coordinates=coordinates, device=places.device, run_dir=Path(logs),
                   secrets=known_secrets())  # fmt: skip
-        with open_crew(resources.crew_kind(config.cluster), job) as crew:
+        with open_crew(resources.launcher_kind(config.cluster), job) as crew:
             crew.seat_members(job, list(range(size)))
             stage_of = list(schedule.placement)
             seating = size, config, crew.store, 1, stage_of, plan_digest(plan)
@@ -125,7 +128,7 @@ def _read_saved_model(url: str) -> TrainedModel:
 def _read_checkpoint_model(url: str) -> TrainedModel:
     """Return the trained model in a checkpoint, or in the newest good checkpoint of a storage."""
     with refuse_failures(NAME, strip_url_secrets(url), Refused, OSError):
-        storage, name, manifest = catalogue.select_checkpoint(url, NAME, none="holds no checkpoint")
+        storage, name, manifest = catalogue.select_checkpoint(url, NAME, none_reason="holds no checkpoint")
         identity = manifest.meta.identity
         files = read_carried_files(storage, name, manifest)
     with rephrase_refusals(lambda line: format_violation(NAME, strip_url_secrets(url), line)):

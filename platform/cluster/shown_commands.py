@@ -37,9 +37,9 @@ class Command:
         others = [argument for argument in self.arguments if _argument_key(argument) != _argument_key(override)]
         return self._format_line([*others, override] if override else others)
 
-    def line_with_values(self, typed: Sequence[str]) -> str:
-        """Return the command that starts this run with other values: `typed` (KEY=VALUE) in place of its own."""
-        return self._format_line(replace_values(self.arguments, typed))
+    def format_with_overrides(self, overrides: Sequence[str]) -> str:
+        """Return the command that starts this run with other values: `overrides` (KEY=VALUE) in place of its own."""
+        return self._format_line(replace_overrides(self.arguments, overrides))
 
     def _format_line(self, arguments: Iterable[str]) -> str:
         """Format the run's command line with these arguments for the user's shell, quoted, and with secrets hidden."""
@@ -49,10 +49,10 @@ class Command:
         return f"{typed_command('launch')} {shlex.join(words)}" + (_SECRET if secret else "")
 
 
-def replace_values(arguments: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Return a run's arguments with others, `typed`, in the place of those for the same keys and groups."""
-    keys = {_argument_key(argument) for argument in typed}
-    return [*(a for a in arguments if not {_argument_key(a), _argument_key(a).partition(".")[0]} & keys), *typed]
+def replace_overrides(arguments: Sequence[str], replacements: Sequence[str]) -> list[str]:
+    """Return a run's arguments with others, `replacements`, in the place of those for the same keys and groups."""
+    keys = {_argument_key(argument) for argument in replacements}
+    return [*(a for a in arguments if not {_argument_key(a), _argument_key(a).partition(".")[0]} & keys), *replacements]
 
 
 def _argument_key(argument: str) -> str:
@@ -94,7 +94,7 @@ def list_next_commands(config: Config, command: Command, vocabulary: Vocabulary 
         allowed = ",".join(dict.fromkeys([*config.resume.allow, HORIZON]))
         longer = [f"train.steps={2 * config.train.steps}", f"resume.allow=[{allowed}]"]
         typed = [f"run.dir={run_dir}", *(["train.stop_at=0"] if config.train.stop_at else longer)]
-        lines.append(f"{command.line_with_values([*typed, *filter(None, [go_on])])}  # train on")
+        lines.append(f"{command.format_with_overrides([*typed, *filter(None, [go_on])])}  # train on")
     return lines
 
 

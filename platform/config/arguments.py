@@ -218,7 +218,7 @@ def find_experiment_name(arguments: Sequence[str]) -> str | None:
 _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
-def translate_error(argument: str, error: Exception) -> str:
+def format_hydra_error(argument: str, error: Exception) -> str:
     """Translate the error that Hydra or OmegaConf raised for one command-line argument into one refusal line for the
     user."""
     key, _, value = argument.lstrip("+").partition("=")

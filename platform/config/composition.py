@@ -244,7 +244,7 @@ def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = Non
         yield Composer([f"hydra.searchpath=[{own_path}]"] if config_dir else [], stored or {})
 
 
-def list_user_errors() -> tuple[type[Exception], ...]:
+def list_user_error_types() -> tuple[type[Exception], ...]:
     """Return the exception types that Hydra, OmegaConf and YAML raise for mistakes of a user in arguments or
     configuration files."""
     from hydra.errors import HydraException
@@ -273,8 +273,8 @@ class Composer:
         """Compose the configuration of command-line arguments. Return it, the arguments that it accepts, in order, and
         the refused ones, each with the error that it raised."""
         choices, values, refused = self._classify_arguments(arguments)
-        base, chosen, no_choices = _accept_arguments(self._compose_choices, choices)
-        config, accepted_values, no_values = _accept_arguments(lambda some: _apply_values(base, some), values)
+        base, chosen, no_choices = _find_accepted_arguments(self._compose_choices, choices)
+        config, accepted_values, no_values = _find_accepted_arguments(lambda some: _apply_values(base, some), values)
         order = {argument: number for number, argument in enumerate(arguments)}
         refused_arguments = sorted([*refused, *no_choices, *no_values], key=lambda pair: order[pair[0]])
         return config, sorted([*chosen, *accepted_values], key=order.__getitem__), refused_arguments
@@ -283,7 +283,7 @@ class Composer:
         """Return the arguments that a sweep, `-m`, gets from files (hydra.sweeper.params), such as "seed=1,2": for the
         keys that `arguments` do not set; [] if `arguments` are refused, which planning their jobs reports."""
         typed = {argument.lstrip("+").partition("=")[0] for argument in arguments}
-        with suppress(*list_user_errors()):
+        with suppress(*list_user_error_types()):
             plain = [a for a in arguments if not parse_argument(a).is_sweep_override()]
             choices, _, _ = self._classify_arguments(plain)
             self._compose_choices(choices)
@@ -316,7 +316,7 @@ class Composer:
                 group = bool(self.list_options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
                 if parsed.is_sweep_override() or parsed.package is not None:
                     group = True  # composing raises Hydra's own error for these
-            except list_user_errors() as error:
+            except list_user_error_types() as error:
                 refused.append((argument, error))
                 continue
             (choices if group else values).append(argument)
@@ -324,7 +324,7 @@ class Composer:
 
     def _compose_choices(self, choices: Sequence[str]) -> DictConfig:
         """Compose the YAML files that the arguments `choices` choose, and the stored configuration over them, into one
-        configuration; the same choices are composed once. Raises any of `list_user_errors`."""
+        configuration; the same choices are composed once. Raises any of `list_user_error_types`."""
         from omegaconf import OmegaConf
 
         key = tuple(choices)
@@ -344,7 +344,7 @@ class Composer:
 
 def _compose_files(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
     """Compose the YAML files that Hydra's `arguments` choose into one configuration; return it, open to new keys, and
-    what the files say to sweep over. Raises any of `list_user_errors`."""
+    what the files say to sweep over. Raises any of `list_user_error_types`."""
     import hydra
     from omegaconf import OmegaConf
 
@@ -375,13 +375,15 @@ def _read_basic_sweep(hydra: DictConfig) -> dict[str, str]:
     return {str(key): str(values) for key, values in (hydra.sweeper.params or {}).items()}
 
 
-def _accept_arguments(compose: Callable[[list[str]], T], arguments: list[str]) -> tuple[T, list[str], RefusedArguments]:
+def _find_accepted_arguments(
+    compose: Callable[[list[str]], T], arguments: list[str]
+) -> tuple[T, list[str], RefusedArguments]:
     """Find the command-line arguments that `compose`, which composes a configuration from a list of them, accepts;
-    return its result for these, these, and the refused ones with the errors (`list_user_errors`) that it raised.
+    return its result for these, these, and the refused ones with the errors (`list_user_error_types`) that it raised.
 
     Each argument is tried after those before it, but only if they are not accepted all at once.
     """
-    with suppress(*list_user_errors()):
+    with suppress(*list_user_error_types()):
         return compose(arguments), arguments, []
     accepted: list[str] = []
     refused: RefusedArguments = []
@@ -389,14 +391,14 @@ def _accept_arguments(compose: Callable[[list[str]], T], arguments: list[str]) -
         try:
             compose([*accepted, argument])
             accepted.append(argument)
-        except list_user_errors() as error:
+        except list_user_error_types() as error:
             refused.append((argument, error))
     return compose(accepted), accepted, refused
 
 
 def _apply_values(base: DictConfig, values: Sequence[str]) -> Config:
     """Apply the arguments `values` (KEY=VALUE) to a copy of the composed files `base`, as Hydra does, and convert the
-    result to a Config. Raises any of `list_user_errors`."""
+    result to a Config. Raises any of `list_user_error_types`."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
     config = deepcopy(base)
@@ -409,7 +411,7 @@ def _build_config(config: DictConfig) -> Config:
     """Convert a configuration that Hydra composed to a Config, with references resolved and the secrets in URLs
     registered for redaction.
 
-    Raises any of `list_user_errors`: an unknown key, an interpolation of a missing key, a value left as ???.
+    Raises any of `list_user_error_types`: an unknown key, an interpolation of a missing key, a value left as ???.
     """
     values = resolve_references(config)
     register_url_secrets(values)

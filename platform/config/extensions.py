@@ -23,7 +23,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from platform.boundary import refusals
-from platform.boundary.refusals import ConfigError, OwnCodeError, format_violation, guard_own_code, refuse_all
+from platform.boundary.refusals import ConfigError, OwnCodeError, format_violation, guard_user_code, refuse_all
 from platform.boundary.schema import LARGEST, fits_type
 from platform.config import fields as config_fields
 from platform.config.fields import KEYS, Config, allow_choice, describe_value, violations_of_value
@@ -84,7 +84,9 @@ def register_own_function(key: str, name: str, settings: type | None, *functions
     OWN_SETTINGS[key, name] = settings
 
 
-def bind_settings(function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]) -> Callable[..., Any]:
+def bind_settings_object(
+    function: Callable[..., Any], key: str, name: str, values: Mapping[str, Any]
+) -> Callable[..., Any]:
     """Return the user's function registered as `name` with its argument `settings` given: `values`, from a
     configuration, and defaults. Raises ConfigError for illegal settings."""
     if (kind := OWN_SETTINGS.get((key, name))) is None:
@@ -93,7 +95,7 @@ def bind_settings(function: Callable[..., Any], key: str, name: str, values: Map
     return partial(function, settings=_construct_settings(kind, values))
 
 
-def complete_settings(config: Config, typed: Mapping[str, Any]) -> None:
+def complete_user_settings(config: Config, typed: Mapping[str, Any]) -> None:
     """Give every setting of the user's own code its value in a configuration, in place, the default where there is
     none. Settings that a file made for another function than the one that is `typed` are dropped."""
     for source in config.data.sources.values():
@@ -152,7 +154,7 @@ def _violations_of_chosen_settings(chosen_settings: _ChosenSettings) -> Iterator
     if lines:
         return
     try:
-        with guard_own_code(place):
+        with guard_user_code(place):
             _construct_settings(kind, values)
     except OwnCodeError as error:
         yield format_violation(place, values, f"{key}={name} {error}")
@@ -206,13 +208,13 @@ def _construct_settings(kind: type, values: Mapping[str, Any]) -> Any:
     return kind(**{name: _convert_value(known[name].hint, value) for name, value in values.items()})
 
 
-def load_extensions(modules: Sequence[str]) -> list[str]:
+def import_user_modules(modules: Sequence[str]) -> list[str]:
     """Import the user's modules that `extend` names, which register models, sources and the like; return one refusal
     line for each that cannot be imported. It names the new import where a module uses a path of before."""
     lines = []
     for name in (name for name in modules if re.fullmatch(KEYS["extend"].pattern, name)):  # others are refused by it
         try:
-            with guard_own_code(f"extend={name}"):
+            with guard_user_code(f"extend={name}"):
                 importlib.import_module(name)
         except OwnCodeError as error:
             if moved := find_moved(error.__cause__):
@@ -227,7 +229,7 @@ def load_extensions(modules: Sequence[str]) -> list[str]:
 def refuse_exits() -> Iterator[None]:
     """Raise ConfigError in place of a SystemExit, or anything else that is no Exception, from the user's own code."""
     try:
-        with guard_own_code("extend", (Exception,), inf):
+        with guard_user_code("extend", (Exception,), inf):
             yield
     except OwnCodeError as error:
         raise ConfigError(f"extend: code of your own {error}") from error

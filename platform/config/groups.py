@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_own_settings, fixed_key, free_key, key
+from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_user_settings_key, fixed_key, free_key, key
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.model_types import CROSS_ENTROPY, KERNELS
 from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS
@@ -82,8 +82,8 @@ class Data:
         0.05, "fraction of the documents held out for validation; 0 = none", ">= 0 and < 1", identity="share"
     )
     cache: str = key("", 'folder for tokenised corpora; "" = ~/.cache/elastic-platform', path=(), identity="none")
-    settings: dict[str, Any] = declare_own_settings("source", identity="free")
-    objective_settings: dict[str, Any] = declare_own_settings("objective")
+    settings: dict[str, Any] = declare_user_settings_key("source", identity="free")
+    objective_settings: dict[str, Any] = declare_user_settings_key("objective")
 
 
 # Groups of keys that say how a run executes: none of them changes its results, all may change on resume.
@@ -406,7 +406,7 @@ class Pipeline:
         read_if=lambda c: c.pipeline.kind == "file",
     )  # fmt: skip
     scatter_gather: bool = key(True, "send 1/n of a tensor that n ranks replicate, and gather it after")
-    settings: dict[str, Any] = declare_own_settings("pipeline schedule")
+    settings: dict[str, Any] = declare_user_settings_key("pipeline schedule")
 
 
 @dataclass
@@ -521,7 +521,7 @@ class Model:
     head_bias: bool = key(False, "the output projection has a bias")
     logit_scale: float = key(1.0, "factor on the logits, before model.head_bias is added", "> 0", most=1e6)
     label_smoothing: float = free_key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
-    settings: dict[str, Any] = declare_own_settings("model")
+    settings: dict[str, Any] = declare_user_settings_key("model")
 
 
 @dataclass
@@ -569,8 +569,8 @@ class Optimizer:
     min_lr: float = key(0.1, "the cosines, linear and wsd end at this fraction of optimizer.lr", ">= 0 and <= 1")
     cycles: int = key(2, "cosine_restarts: falls from optimizer.lr, of equal length", ">= 1", most=10**6)
     decay_steps: int = key(0, "wsd: updates of the last, linear fall; 0 = a tenth of train.steps", ">= 0")
-    settings: dict[str, Any] = declare_own_settings("optimizer")
-    schedule_settings: dict[str, Any] = declare_own_settings("learning-rate schedule")
+    settings: dict[str, Any] = declare_user_settings_key("optimizer")
+    schedule_settings: dict[str, Any] = declare_user_settings_key("learning-rate schedule")
 
 
 @dataclass
@@ -613,7 +613,7 @@ class Train:
     )  # fmt: skip
     ema: float = fixed_key(0.0, "decay of averaged weights, such as 0.999; 0 = none are kept", ">= 0 and < 1")
     deterministic: bool = key(False, "a step done again is equal in every bit; what cannot be is refused")
-    loss_settings: dict[str, Any] = declare_own_settings("loss", identity="free")
+    loss_settings: dict[str, Any] = declare_user_settings_key("loss", identity="free")
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
 
 

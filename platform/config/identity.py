@@ -83,13 +83,13 @@ def violations_of_identity(
     """
     allow = config.resume.allow
     differing = find_differences(complete_identity(stored_identity), run_identity(config))
-    changes = {k: v for k, v in differing.items() if not _can_change(k, allow)}
+    changes = {k: v for k, v in differing.items() if not _is_change_allowed(k, allow)}
     if not changes:
         return []
-    free = [_find_free_entry(key) for key in changes if _is_curable(key)]
+    free = [_find_allowable_entry(key) for key in changes if _can_be_allowed(key)]
     named = ",".join(dict.fromkeys([*allow, *free]))
     cure = f", or go on with resume.allow=[{named}]" if len(free) == len(changes) else ""
-    fixed = {k: "" if _is_curable(k) else f"; fixed: {_explain_fixed_key(k)}" for k in changes}
+    fixed = {k: "" if _can_be_allowed(k) else f"; fixed: {_explain_fixed_key(k)}" for k in changes}
     lines = (f"{k}: {a} there, {b} here{fixed[k]}" for k, (a, b) in changes.items())
     return [format_violation(key, value, f"{reason}{cure}. What differs:"), *lines]
 
@@ -106,22 +106,22 @@ def violations_of_allowances(config: Config) -> Iterator[str]:
         yield format_violation("resume.allow", key, reason, legal)
 
 
-def _can_change(key: str, allow: Sequence[str]) -> bool:
+def _is_change_allowed(key: str, allow: Sequence[str]) -> bool:
     """Return True if the user's list `resume.allow` lets the value of `key` differ when a run is resumed."""
-    free = _find_free_entry(key)
+    free = _find_allowable_entry(key)
     return bool(free) and (free in allow or key.partition(".")[0] in allow)
 
 
-def _find_free_entry(key: str) -> str:
+def _find_allowable_entry(key: str) -> str:
     """Return the entry of FREE, keys that resume.allow may free, that `key` is or lies in; "" if there is none."""
     return next((free for free in FREE if f"{key}.".startswith(f"{free}.")), "")
 
 
-def _is_curable(key: str) -> bool:
+def _can_be_allowed(key: str) -> bool:
     """Return True if `resume.allow` lets a run go on with another value of a key: it may free a mixture's sources,
     whose files may lie elsewhere, but a source's share decides about the samples."""
     is_share = key.startswith("data.sources.") and key.rpartition(".")[2] in _OF_SHARES
-    return bool(_find_free_entry(key)) and not is_share
+    return bool(_find_allowable_entry(key)) and not is_share
 
 
 def _explain_fixed_key(key: str) -> str:
@@ -135,15 +135,15 @@ def find_default_directory(config: Config, experiment: str) -> str:
 
     If that does not exist, returns the directory in which an earlier version, which hashed other keys, began this run.
     """
-    values = _select_naming_values(config)
+    values = _select_directory_hash_values(config)
     run_dir = Path("runs") / f"{experiment}-{hash_values(values)}"
     if not run_dir.is_dir():
         older = sorted(Path("runs").glob(f"{experiment}-{'[0-9a-f]' * 12}"))[:_MOST]
-        run_dir = next((path for path in older if _has_naming_values(path, values)), run_dir)
+        run_dir = next((path for path in older if _has_directory_hash_values(path, values)), run_dir)
     return str(run_dir)
 
 
-def _select_naming_values(config: Config) -> dict[str, Any]:
+def _select_directory_hash_values(config: Config) -> dict[str, Any]:
     """Return the values of a configuration that name its default run directory, nested, without secrets and without
     keys that a resumed run may set otherwise, such as `train.stop_at`."""
     values: dict[str, Any] = redact_secrets(config.to_dict())
@@ -158,12 +158,14 @@ def _select_naming_values(config: Config) -> dict[str, Any]:
     return values
 
 
-def _has_naming_values(path: Path, values: Mapping[str, Any]) -> bool:
-    """Return True if config.yaml in the run directory `path` has the values `values` (of `_select_naming_values`), keys
-    unknown to its version being at their defaults. The number of replicas may differ where `values` leaves it to the
-    workers (-1)."""
+def _has_directory_hash_values(path: Path, values: Mapping[str, Any]) -> bool:
+    """Return True if config.yaml in the run directory `path` has the values `values` (of
+    `_select_directory_hash_values`), keys unknown to its version being at their defaults. The number of replicas may
+    differ where `values` leaves it to the workers (-1)."""
     try:
-        stored_values = _select_naming_values(Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER)))  # noqa: S506
+        stored_values = _select_directory_hash_values(
+            Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER))
+        )  # noqa: S506
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         return False
     as_many = {"parallel.data"} if values["parallel"]["data"] == -1 else set()

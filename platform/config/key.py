@@ -88,7 +88,7 @@ def violation_of_key(config: Any, key: str, constraint: str, legal: Iterable[Any
     return format_violation(key, attrgetter(key)(config), constraint, legal)
 
 
-def declare_own_settings(what: str, **more: Any) -> Any:
+def declare_user_settings_key(what: str, **more: Any) -> Any:
     """Make the field of the key that configures a user's `what`: see `platform.config.extensions`, and `key`."""
     constraint = "what its dataclass declares"
     return key({}, f"settings of a {what} of your own, by name", most=LARGEST, constraint=constraint, **more)
@@ -118,18 +118,18 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # seconds
 _DURATION = re.compile(r" *".join(rf"(?:([0-9]+(?:\.[0-9]+)?){unit})?" for unit in _UNITS))
 
 
-def parse_rhythm(rhythm: int | str) -> tuple[int, float]:
+def parse_rhythm(interval: int | str) -> tuple[int, float]:
     """Parse the configuration key `checkpoint.every`, a number of steps or a duration such as 1h30m, into (steps,
     seconds), at least one of them 0. Raises ValueError if it is neither."""
-    if isinstance(rhythm, int) or re.fullmatch(r"[0-9]+", rhythm):
-        if (steps := int(rhythm)) < 0:
-            raise ValueError(rhythm)
+    if isinstance(interval, int) or re.fullmatch(r"[0-9]+", interval):
+        if (steps := int(interval)) < 0:
+            raise ValueError(interval)
         return steps, 0.0
-    duration_match = _DURATION.fullmatch(rhythm.strip())
+    duration_match = _DURATION.fullmatch(interval.strip())
     amounts = [float(number or 0) for number in duration_match.groups()] if duration_match else []
     seconds = sum(n * unit for n, unit in zip(amounts, _UNITS.values(), strict=False))
     if not 0 < seconds < inf:
-        raise ValueError(rhythm)
+        raise ValueError(interval)
     return 0, seconds
 
 
@@ -141,9 +141,9 @@ def format_duration(seconds: float) -> str:
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if minutes else "")
 
 
-def suggest_rhythms(rhythm: str) -> list[str]:
+def suggest_rhythms(interval: str) -> list[str]:
     """Return legal values to suggest for a malformed key `checkpoint.every`: its first number as steps, as minutes."""
-    number_match = re.search(r"[0-9]{1,9}", rhythm)
+    number_match = re.search(r"[0-9]{1,9}", interval)
     number = int(number_match[0]) if number_match else 30
     return [str(number), f"{number or 1}m"]
 

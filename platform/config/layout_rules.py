@@ -300,7 +300,7 @@ def _violations_of_bucket_size(config: Config) -> Iterator[str]:
         yield violation_of_key(config, key, KEYS[key].constraint, [MESH_RULES_AUTO, BUCKET_MIB])
 
 
-def has_uneven_experts(config: Config) -> bool:
+def can_have_uneven_experts(config: Config) -> bool:
     """Return True if ranks may have numbers of experts that differ by one: of slots, not of rows."""
     return config.tensor.uneven and config.model.capacity_factor > 0
 
@@ -319,7 +319,7 @@ def _violations_of_experts(config: Config) -> Iterator[str]:
     cut unevenly, and of replicas; and one for tensor ranks that cannot divide them."""
     shared, experts, data = config.parallel.experts, config.model.experts, config.parallel.data
     keeps_experts_whole, axis_sizes = config.parallel.tensor_experts == "whole", expert_axis_sizes(config)
-    ranks, uneven = prod(axis_sizes.values()), has_uneven_experts(config)
+    ranks, uneven = prod(axis_sizes.values()), can_have_uneven_experts(config)
     if not experts:
         constraint = "model.experts=0: the model has no experts"
         if shared > 1:

@@ -11,7 +11,7 @@ from traceback import walk_tb
 _TABLE = Path(__file__).with_name("moved.yaml")
 
 
-def read_moved() -> dict[str, str]:
+def read_moved_paths() -> dict[str, str]:
     """Read the table of modules, and names in modules, that have moved: the path that each had -> the one it has."""
     import yaml
 
@@ -24,18 +24,18 @@ def find_moved(error: BaseException | None) -> tuple[str, str] | None:
     if not isinstance(error, ImportError) or not (error.name or "").startswith("platform."):
         return None
     path, line = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)][-1]
-    moved = read_moved()
+    moved = read_moved_paths()
     for node in ast.walk(ast.parse("".join(linecache.getlines(path)))):
         if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno <= line <= (node.end_lineno or line):
             within = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            now = {within + part.name: _path_now(within + part.name, moved) for part in node.names}
+            now = {within + part.name: _find_new_path(within + part.name, moved) for part in node.names}
             if any(old != new for old, new in now.items()):
                 old = within[:-1] or next(old for old, new in now.items() if old != new)
                 return f"{Path(path).name}:{line} imports {old}", _statement(node, now.values())
     return None
 
 
-def _path_now(path: str, moved: dict[str, str]) -> str:
+def _find_new_path(path: str, moved: dict[str, str]) -> str:
     """Return the path that a module of the platform, or a name in one, has now; `moved`: the rows of the table."""
     known, rest = path, ""
     while known and known not in moved:

@@ -45,7 +45,7 @@ def length_phases(config: Config) -> Sequence[LengthPhase]:
     return parse_length_ramp(config.train) or [LengthPhase(1, config.model.length)]
 
 
-def find_step_length(config: Config, step: int) -> int:
+def find_sequence_length(config: Config, step: int) -> int:
     """Return the tokens of each sequence that training step `step` (from 1) of a configured run takes."""
     ramp_phases = length_phases(config)
     return ramp_phases[max(0, bisect_right(ramp_phases, step, key=lambda phase: phase.step) - 1)].length
@@ -53,7 +53,7 @@ def find_step_length(config: Config, step: int) -> int:
 
 def list_remaining_lengths(config: Config, step: int) -> list[int]:
     """Return the lengths of sequences from training step `step` (from 1) of a configured run on, ascending."""
-    present_length = find_step_length(config, step)
+    present_length = find_sequence_length(config, step)
     return [phase.length for phase in length_phases(config) if phase.length >= present_length]
 
 

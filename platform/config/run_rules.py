@@ -1,7 +1,7 @@
 """Rules that refuse the keys that say how a run executes: groups run, checkpoint, elastic, cluster and monitor, with a
 profile of steps or ranks that a run lacks, or that would be too large.
 
-`violations_of_surroundings` checks what a configuration needs on this machine: directories, storages, environment
+`violations_of_environment` checks what a configuration needs on this machine: directories, storages, environment
 variables; read-only.
 """
 
@@ -234,7 +234,7 @@ _MODES = ("online", "offline", "disabled")
 _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W&B", _MODES)
 
 
-def violations_of_surroundings(config: Config) -> list[str]:
+def violations_of_environment(config: Config) -> list[str]:
     """Return one refusal line per directory, storage URL or environment variable that a run of `config` cannot use on
     this machine, judging without creating or connecting to anything."""
     lines = list(_violations_of_variables(config))

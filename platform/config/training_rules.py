@@ -186,7 +186,7 @@ MODEL_RULES = (
 
 
 def _violations_of_batch_ramp(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in the configuration of a growing batch (`ramps.batch_ramp`)."""
+    """Yield a refusal line for each mistake in the configuration of a growing batch (`batch_phases`)."""
     t = config.train
     if not t.ramp_from:
         if t.ramp_samples:
@@ -210,8 +210,7 @@ CUT = ("causal", "masked")  # objectives whose samples can be cut: each token ha
 
 
 def _violations_of_length_ramp(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each mistake in the configuration of sequences that grow
-    (`ramps.length_ramp`)."""
+    """Yield a refusal line for each mistake in the configuration of sequences that grow (`length_phases`)."""
     key, most, ramp = "train.length_ramp", config.model.length, parse_length_ramp(config.train)
     for number, (entry, (step, length)) in enumerate(zip(config.train.length_ramp, ramp, strict=True)):
         before, after = (ramp[number - 1] if number else None), ramp[number + 1 :]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from platform.boundary.local_files import WholeFile, may_be_replaced, refuse_full_disk
+from platform.boundary.local_files import ReplacedFile, may_be_replaced, refuse_full_disk
 from platform.boundary.refusals import DONE, CommandLine, ConfigError, build_command_line, run_command
 from platform.boundary.terminal import print_line, write_text
 from platform.config.fields import Config
@@ -29,7 +29,7 @@ from platform.data.tokenizer_files import JSON
 from platform.launch import compose_config
 from platform.plan.layout import format_count
 from platform.status.seen_run import open_run_directory
-from platform.status.step_facts import step_of_configuration, step_of_run
+from platform.status.step_facts import step_facts_from_config, step_of_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def _show_step(arguments: argparse.Namespace) -> None:
         raise ConfigError("--sample", arguments.sample, f"must be from 0 to {view.num_sequences - 1}", [near])
     first = arguments.sample or 0
     if arguments.html:
-        WholeFile(arguments.html, "--html").write("".join(render_step_page(view, arguments.all)))
+        ReplacedFile(arguments.html, "--html").write("".join(render_step_page(view, arguments.all)))
         print_line(str(arguments.html))
     elif arguments.tokens:
         for line in format_token_table(view, range(view.num_sequences) if arguments.all else range(first, first + 1)):
@@ -113,7 +113,7 @@ def _resolve_shown_step(words: Sequence[str], step: int | None, config_dir: str 
     ConfigError."""
     directories = [word for word in words if "=" not in word]
     if not directories:
-        return step_of_configuration(compose_config(words, config_dir), 1 if step is None else step)
+        return step_facts_from_config(compose_config(words, config_dir), 1 if step is None else step)
     if len(words) > 1:
         extra_word = next(word for word in words if word != directories[0])
         reason = f"{directories[0]} says all but the step"

@@ -83,10 +83,10 @@ class TokenFiles:
 
 
 def open_entry(
-    data: Data, vocab: int, shared: Path | None, existing_vocabulary: Vocabulary | None = None
+    data: Data, vocab: int, shared_folder: Path | None, existing_vocabulary: Vocabulary | None = None
 ) -> tuple[Path, TokenFiles]:
     """Open the token cache's entry of the data source `data`: return its folder and its description. The first process
-    that asks builds it, in `shared` too if that is given. `vocab`: the most entries of the tokenizer;
+    that asks builds it, in `shared_folder` too if that is given. `vocab`: the most entries of the tokenizer;
     `existing_vocabulary`: the tokenizer; None: one is trained on the source, if it is one of text.
 
     The entry is named by a hash of the files and of every option that decides about their tokens.
@@ -98,10 +98,10 @@ def open_entry(
 
     def build_entry(folder: Path) -> dict[str, Any]:
         """Write the data source's tokens into the empty `folder` of a new cache entry; return its description."""
-        return kind.write_entry(folder, files, data, vocab, existing_vocabulary)
+        return kind.write_cache_entry(folder, files, data, vocab, existing_vocabulary)
 
-    if shared:
-        entry, token_files = cache.fetch_shared_entry(entry, shared, build_entry, read)
+    if shared_folder:
+        entry, token_files = cache.fetch_shared_entry(entry, shared_folder, build_entry, read)
     else:
         token_files = cache.fetch_entry(entry, build_entry, read)
     if token_files.rules != kind.rules:
@@ -114,7 +114,7 @@ def _name_entry(
     data: Data, kind: SourceKind, files: Sequence[DataFile], vocab: int, existing_vocabulary: Vocabulary | None
 ) -> str:
     """Return the name of a data source's entry in the token cache: a hash of all options that decide its tokens."""
-    decisive = [*kind.decisive_values(data, files), data.validation, vocab]
+    decisive = [*kind.list_cache_key_values(data, files), data.validation, vocab]
     vocabulary_values = [existing_vocabulary.digest] if existing_vocabulary else training_options(data)
     return cache.hash_cache_key([FORMAT, *decisive, *vocabulary_values])
 
@@ -153,10 +153,10 @@ def _split_pair_streams(
     return streams
 
 
-def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True) -> TokenFiles:
+def read_entry(folder: Path, meta: dict[str, Any], vocab: int, checks_tokens: bool = True) -> TokenFiles:
     """Read the description of a data source's entry in the token cache, `meta`, and check the files in `folder` against
-    it. `vocab`: most entries of the tokenizer; `deep`: True reads every token. Raises Malformed for an entry that no
-    kind of source can have made, even if its hashes hold."""
+    it. `vocab`: most entries of the tokenizer; `checks_tokens`: True reads every token. Raises Malformed for an entry
+    that no kind of source can have made, even if its hashes hold."""
     entry = schema.parse_value(TokenFiles, meta)
     try:
         vocabulary = open_vocabulary(folder)
@@ -167,7 +167,9 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
     total = sum(map(len, arrays))
     train, held_out = (entry.splits.get(split, (-1, -1)) for split in ("train", "validation"))
     if "ends.bin" in entry.files:
-        fits = not entry.arrays and _pairs_fit(np.fromfile(folder / "ends.bin", "<i8"), train, held_out, total)
+        fits = not entry.arrays and _are_pair_ends_legal(
+            np.fromfile(folder / "ends.bin", "<i8"), train, held_out, total
+        )
     else:
         fits = 0 == train[0] <= train[1] == held_out[0] <= held_out[1] == total
     if not fits or not _has_ascending_starts(folder, entry, total):
@@ -177,10 +179,10 @@ def read_entry(folder: Path, meta: dict[str, Any], vocab: int, deep: bool = True
         if (
             len(loss_mask) != total
             or "starts.bin" not in entry.files
-            or (deep and int(loss_mask.view("|u1").max(initial=0)) > 1)
+            or (checks_tokens and int(loss_mask.view("|u1").max(initial=0)) > 1)
         ):
             raise Malformed("what is to be learned is not said of its tokens")
-    if entries > vocab or (deep and not entry.arrays and _exceeds_vocabulary(arrays[0], entries)):
+    if entries > vocab or (checks_tokens and not entry.arrays and _exceeds_vocabulary(arrays[0], entries)):
         raise Malformed("a token is not in the vocabulary")
     return entry
 
@@ -198,7 +200,7 @@ def _has_ascending_starts(folder: Path, entry: TokenFiles, total: int) -> bool:
     return not len(starts) or bool(starts[0] >= 0 and starts[-1] < total and (np.diff(starts) > 0).all())
 
 
-def _pairs_fit(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
+def _are_pair_ends_legal(ends: NDArray[np.int64], train: Sequence[int], held: Sequence[int], tokens: int) -> bool:
     """Return True if `ends`, the token positions in ends.bin where source and target of each pair end, rise in each
     split to its number of tokens. `train` and `held` are the splits' (number of tokens, number of pairs); `tokens`:
     their number in tokens.bin."""
@@ -217,11 +219,11 @@ class _Common:
 
 
 def open_common_entry(
-    sources: Sequence[DataSource], vocab: int, shared: Path | None, existing_vocabulary: Vocabulary | None = None
+    sources: Sequence[DataSource], vocab: int, shared_folder: Path | None, existing_vocabulary: Vocabulary | None = None
 ) -> tuple[Path, list[str]]:
     """Return the cache folder of the tokenizer that several data sources share, of at most `vocab` entries, and the
     names of their own entries. Unless one is `existing_vocabulary`, it is trained on all of them by the first process
-    that asks. `shared`: a folder that other machines see, to which the entry is copied."""
+    that asks. `shared_folder`: a folder that other machines see, to which the entry is copied."""
     sources_with_files = []
     for source in sources:
         with name_source_in_errors(source):
@@ -233,7 +235,9 @@ def open_common_entry(
         reason = "a tokenizer that is trained on text would not be that of these tokens"
         key = f"{tokenised[0].config_key}.kind={tokenised[0].data.kind}"
         raise ConfigError(f"{key}: beside {textual[0][0].config_key}: {reason}")
-    decisive = [[*kind.decisive_values(s.data, files), s.data.validation] for s, kind, files in sources_with_files]
+    decisive = [
+        [*kind.list_cache_key_values(s.data, files), s.data.validation] for s, kind, files in sources_with_files
+    ]
     options = [existing_vocabulary.digest] if existing_vocabulary else training_options(sources[0].data)
     entry_name = cache.hash_cache_key([FORMAT, "common", decisive, vocab, *options])
     entry_folder = cache.cache_root(sources[0].data.cache) / entry_name
@@ -252,8 +256,8 @@ def open_common_entry(
         names = [_name_entry(s.data, kind, files, vocab, vocabulary) for s, kind, files in sources_with_files]
         return {"entries": names}
 
-    if shared:
-        folder, common = cache.fetch_shared_entry(entry_folder, shared, build_common_entry, read_common_entry)
+    if shared_folder:
+        folder, common = cache.fetch_shared_entry(entry_folder, shared_folder, build_common_entry, read_common_entry)
         return folder, common.entries
     return entry_folder, cache.fetch_entry(entry_folder, build_common_entry, read_common_entry).entries
 
@@ -301,7 +305,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _End:
+class _BlockEnd:
     """Description of an end: the file in which the next block begins, -1 if there is none, and the pieces before it
     there; the samples of all blocks up to this one."""
 
@@ -339,7 +343,7 @@ class StreamedTokens:
     cut: Callable[[Path, TokenFiles], Any]
     count: Callable[[Any], int]
     seed: int
-    _ends: dict[int, _End] = field(default_factory=dict)
+    _ends: dict[int, _BlockEnd] = field(default_factory=dict)
     _opened: dict[int, Any] = field(default_factory=dict)
     _newest: int = -1  # of the ends that are there, from the first one on
     _turn: RLock = field(default_factory=RLock)
@@ -393,7 +397,7 @@ class StreamedTokens:
             PiecePlace(self._find_block_end(block - 1).file, self._find_block_end(block - 1).piece) if block else BEGIN
         )
 
-    def _find_block_end(self, block: int) -> _End:
+    def _find_block_end(self, block: int) -> _BlockEnd:
         """Return where a block of this streamed source ends, from the cache; a block never read before is tokenised
         now."""
         if block not in self._ends:
@@ -474,9 +478,9 @@ class StreamedTokens:
             return cache.fetch_entry(entry, make, read)
 
 
-def _read_block_end(folder: Path, meta: dict[str, Any]) -> _End:
+def _read_block_end(folder: Path, meta: dict[str, Any]) -> _BlockEnd:
     """Read `meta`, the cached description of where a streamed source's block ends. Raises Malformed."""
-    return schema.parse_value(_End, meta)
+    return schema.parse_value(_BlockEnd, meta)
 
 
 @contextmanager

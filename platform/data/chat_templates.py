@@ -20,7 +20,7 @@ from platform.boundary.confinement import (
     release_parser_process,
     use_parser,
 )
-from platform.boundary.documents import find_half_character, parse_json
+from platform.boundary.documents import find_lone_surrogate, parse_json
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, map_nested_values
 
@@ -50,15 +50,15 @@ class EncodedText(NamedTuple):
 def build_tokenizer_json(files: Mapping[str, bytes], words: str) -> bytes:
     """Make a tokenizer.json of a tokenizer's other `files` (name -> bytes), in a child process. Raises Malformed."""
     request = {"do": "make", "files": [(name, len(raw)) for name, raw in files.items()], "words": words}
-    return _ask_parser_once(request, b"".join(files.values()))
+    return _request_parser_once(request, b"".join(files.values()))
 
 
 def add_tokens_to_json(raw: bytes, tokens: Sequence[str]) -> bytes:
     """Add special tokens to a tokenizer.json, in a child process; return its bytes. Raises Malformed."""
-    return _ask_parser_once({"do": "add", "tokens": [*tokens]}, raw)
+    return _request_parser_once({"do": "add", "tokens": [*tokens]}, raw)
 
 
-def _ask_parser_once(request: dict[str, Any], body: bytes) -> bytes:
+def _request_parser_once(request: dict[str, Any], body: bytes) -> bytes:
     """Send one request to a child process that parses tokenizers' files, and return its answer. Raises Malformed."""
     with use_parser(_PARSER) as parser:
         return parser.request_answer(request, body, _parsing_limits(len(body)))
@@ -123,7 +123,7 @@ class ConfinedTokenizer:
         if not texts:
             return []
         for number, text in enumerate(texts):
-            if half := find_half_character(text):
+            if half := find_lone_surrogate(text):
                 raise ConfigError(f"data.tokenizer: text {number} of {len(texts)} is none: it has {half}")
         body = json.dumps(list(texts), ensure_ascii=False).encode()
         max_bytes = (_TOKENS * len(body) + (1 << 14)) * 4 * (1 + ends) + 4 * len(texts)
@@ -199,7 +199,7 @@ class _Variant(NamedTuple):
     optional: bool = False
 
 
-def _list_variants(messages: Conversation, place: int) -> list[_Variant]:
+def _list_probe_variants(messages: Conversation, place: int) -> list[_Variant]:
     """Return the variants of a conversation that show where the answer at `place` lies: with two other texts in its
     place and in its calls, with a plain text instead, up to it and the beginning of an answer, and up to its end."""
     message = messages[place]
@@ -219,13 +219,13 @@ def _replace_texts(message: Message, text: str) -> dict[str, Any]:
         named = [json.dumps({"text": text}) if isinstance(f["arguments"], str) else {"text": text} for f in functions]
         changed = [{**f, "arguments": arguments} for f, arguments in zip(functions, named, strict=True)]
         parts["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, changed, strict=True)]
-    if not calls or read_content(message).strip():
+    if not calls or read_message_text(message).strip():
         is_list = isinstance(message.get("content"), list)
         parts["content"] = [{"type": "text", "text": text}] if is_list else text
     return parts
 
 
-def _count_common(one: str, other: str) -> int:
+def _count_common_prefix(one: str, other: str) -> int:
     """Return how many characters two texts begin with alike."""
     low, high = 0, min(len(one), len(other))
     while low < high:
@@ -234,13 +234,13 @@ def _count_common(one: str, other: str) -> int:
     return low
 
 
-def _name_reasoning(message: Message) -> Message:
+def _rename_reasoning_fields(message: Message) -> Message:
     """Return a message whose thoughts have the names by which templates read them, as `transformers` passes it."""
     thoughts = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def read_content(message: Message) -> str:
+def read_message_text(message: Message) -> str:
     """Return the text of a message's content, which may be in parts."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
@@ -255,7 +255,7 @@ def list_spellings(messages: Conversation) -> list[Conversation]:
         calls = message.get("tool_calls") or []
         dumped = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
         spelt = [{**c, "function": {**c["function"], "arguments": a}} for c, a in zip(calls, dumped, strict=True)]
-        text = read_content(message)
+        text = read_message_text(message)
         others[0].append({**message, "content": text, **({"tool_calls": spelt} if calls else {})})
         others[1].append({**message, "content": text if is_parted else [{"type": "text", "text": text}]})
     return [messages, *others]
@@ -266,10 +266,10 @@ def list_called_names(message: Message) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls") or []]
 
 
-def _is_text_of(message: Message, written: str) -> bool:
+def _is_answer_text(message: Message, written: str) -> bool:
     """Return True if an answer as `written` in a conversation's text is the text of its message, without regard to
     blanks, and to thoughts at its beginning."""
-    content, text = ("".join(part.split()) for part in (read_content(message), written))
+    content, text = ("".join(part.split()) for part in (read_message_text(message), written))
     if message.get("tool_calls"):
         return content.rpartition("</think>")[2] in text
     return bool(text) and content.endswith(text)
@@ -318,12 +318,12 @@ class ChatTemplate:
         text, spans = self._render(messages, tools, _Variant(len(messages)))
         answers = [i for i, message in enumerate(messages) if message.get("role") == ANSWERS]
         if tools and self._render(messages, tools, _Variant(len(messages), tools=False, optional=True))[0] == text:
-            raise self._refuse_field("does not write tools", "tools")
+            raise self._build_field_refusal("does not write tools", "tools")
         if not self.has_marks:
             spans = self._locate_answers(messages, tools, text, answers)
         elif skipped and len(spans) != len(answers):
             counts = f"{len(spans)} stretches for {len(answers)} answers"
-            raise self._refuse_field(f"marks {counts}, of which some are not to be learned", "weight")
+            raise self._build_field_refusal(f"marks {counts}, of which some are not to be learned", "weight")
         mask = bytearray(len(text))
         for (start, end), place in zip(spans, answers if skipped else repeat(-1), strict=False):
             if place not in skipped:
@@ -331,11 +331,11 @@ class ChatTemplate:
         calls = [name for i in answers if i not in skipped for name in list_called_names(messages[i])]
         learned = "".join(compress(text, mask))
         if any(self._mark_special_tokens(name) not in learned for name in calls):
-            raise self._refuse_field("does not write all tool_calls", "tool_calls")
+            raise self._build_field_refusal("does not write all tool_calls", "tool_calls")
         runs = re.finditer(rb"\x00+|\x01+", mask)
         return [part for r in runs for part in self._split_at_special_tokens(text[slice(*r.span())], r[0][0] == 1)]
 
-    def _refuse_field(self, reason: str, field: str) -> ConfigError:
+    def _build_field_refusal(self, reason: str, field: str) -> ConfigError:
         """Return the refusal of a conversation whose `field` the chat template does not follow, with the cures."""
         cure = f"nearest legal: another data.chat_template or, to leave it out, data.unread=[{field}]"
         return ConfigError(f"{self._key}: {reason}; {cure}")
@@ -349,24 +349,24 @@ class ChatTemplate:
         """Return where in a conversation's `text` its `answers` lie, by the places of their messages: what changes when
         two other texts replace one, from where its prompt ends to its end-of-turn token. Raises ConfigError."""
         spans: list[Span] = []
-        variants = [variant for i in answers for variant in _list_variants(messages, i)]
+        variants = [variant for i in answers for variant in _list_probe_variants(messages, i)]
         rendered = [variant_text for variant_text, _ in self._render_variants(messages, tools, variants)]
         for i, first, second, plain, before, after in zip(answers, *(rendered[k::5] for k in range(5)), strict=True):
-            start = _count_common(first, second)
-            tail = min(_count_common(first[::-1], second[::-1]), _count_common(text[::-1], first[::-1]))
+            start = _count_common_prefix(first, second)
+            tail = min(_count_common_prefix(first[::-1], second[::-1]), _count_common_prefix(text[::-1], first[::-1]))
             longer, rest = divmod(len(first) - len(second), len(_OTHERS[0]) - len(_OTHERS[1]))
             times = 1 + len(messages[i].get("tool_calls") or ())
             is_once = first.startswith(_OTHERS[0], start) and 1 <= longer <= times and not rest
-            start = min(start, _count_common(text, first))
+            start = min(start, _count_common_prefix(text, first))
             end = max(start, len(text) - tail)
             if not is_once and times > 1:
-                raise self._refuse_field("does not write all tool_calls", "tool_calls")
-            if not is_once or not _is_text_of(messages[i], self._remove_marks(text[start:end])):
+                raise self._build_field_refusal("does not write all tool_calls", "tool_calls")
+            if not is_once or not _is_answer_text(messages[i], self._remove_marks(text[start:end])):
                 reason = f"does not write the text of message {i} as it is, and once"
                 raise ConfigError(
                     f"{self._key}: {reason}; nearest legal: chatml, or a template with {{% generation %}}"
                 )
-            start = min(start, _count_common(text, plain)) if plain else start
+            start = min(start, _count_common_prefix(text, plain)) if plain else start
             last = spans[-1][1] if spans else 0
             if before and text.startswith(before) and last <= len(before) <= start:
                 start = len(before)
@@ -393,11 +393,11 @@ class ChatTemplate:
     def _measure_turn_end(self, messages: Conversation, tools: Tools, place: int, rest: str) -> int:
         """Return the length of what ends the turn of message `place` at the beginning of `rest`, the text behind it:
         what also stands there if the conversation ends with it, or else a special token. Raises ConfigError."""
-        variants = [v._replace(first=place + 1, optional=True) for v in _list_variants(messages, place)[:2]]
+        variants = [v._replace(first=place + 1, optional=True) for v in _list_probe_variants(messages, place)[:2]]
         (first, _), (second, _) = self._render_variants(messages, tools, variants)
-        tail = _count_common(first[::-1], second[::-1])
+        tail = _count_common_prefix(first[::-1], second[::-1])
         ending, special = first[len(first) - tail :], self._spelling.match(rest)
-        common = rest[: _count_common(ending, rest)]
+        common = rest[: _count_common_prefix(ending, rest)]
         ends = [match.end() for match in re.finditer(rf"\s+|{self._spelling.pattern}", common)]
         if common == ending:
             return len(common)
@@ -413,8 +413,8 @@ class ChatTemplate:
     def _render_variants(self, messages: Conversation, tools: Tools, variants: Sequence[_Variant]) -> list[Rendered]:
         """Return the texts that the chat template makes of variants of a conversation, "" for an optional one that it
         refuses, each with the stretches that it marks as generated. Spellings of special tokens are marked."""
-        named = [v._replace(message=v.message and _name_reasoning(v.message))._asdict() for v in variants]
-        asked = {"messages": [*map(_name_reasoning, messages)], "tools": tools, "variants": named}
+        named = [v._replace(message=v.message and _rename_reasoning_fields(v.message))._asdict() for v in variants]
+        asked = {"messages": [*map(_rename_reasoning_fields, messages)], "tools": tools, "variants": named}
         asked = map_nested_values(asked, str, self._mark_special_tokens)
         body = json.dumps({**asked, "named": self._named}, default=str).encode()
         output = _OUTPUT + 4 * len(body) * len(variants)

@@ -17,7 +17,7 @@ from platform.boundary.documents import parse_json
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, iterate_texts, map_nested_values, shorten_value
 from platform.config.fields import Data
-from platform.data.chat_templates import ANSWERS, REASONING, Conversation, Tools, parse_conversation, read_content
+from platform.data.chat_templates import ANSWERS, REASONING, Conversation, Tools, parse_conversation, read_message_text
 from platform.data.data_files import ROWS, DataFile, format_suffix, name_file_in_errors, replace_surrogates
 from platform.data.source_kind import UNREAD
 
@@ -60,7 +60,7 @@ class Instruction:
         """Return the texts of this conversation's messages and tools, for a tokenizer to be trained on."""
         read = ("tool_calls", *REASONING)
         more = [*(message[name] for message in self.messages for name in read if name in message), self.tools or []]
-        return [*filter(None, map(read_content, self.messages)), *iterate_texts(more)]
+        return [*filter(None, map(read_message_text, self.messages)), *iterate_texts(more)]
 
 
 def read_instructions(
@@ -77,16 +77,16 @@ def read_instructions(
         with name_file_in_errors(file, key):
             for place, values in ROWS[format_suffix(file)](file, fields):
                 kept = {k: v for k, v in values.items() if k not in data.unread and v is not None}
-                named = _recognise_record(kept, data, f"{key}={getattr(data, key.partition('.')[2])}")
+                named = _adapt_keys_to_record(kept, data, f"{key}={getattr(data, key.partition('.')[2])}")
                 if instruction := _parse_instruction(kept, named, f"{key}={file}: {place}", place):
                     yield number, instruction
                     number += 1
 
 
-def _recognise_record(values: Mapping[str, Any], data: Data, source: str) -> Data:
+def _adapt_keys_to_record(values: Mapping[str, Any], data: Data, source: str) -> Data:
     """Return the keys of `data` with the names of a record's fields: as they are or, said once for each `source`, those
     of the form by its fields."""
-    form = _find_form(values)
+    form = _find_record_form(values)
     if data.field in values or data.field not in _UNNAMED or not form:
         return data
     names: dict[str, Any] = dict(zip(_KEYS, _FORMS[form], strict=True))
@@ -96,7 +96,7 @@ def _recognise_record(values: Mapping[str, Any], data: Data, source: str) -> Dat
     return replace(data, **names)
 
 
-def _find_form(values: Mapping[str, Any]) -> str:
+def _find_record_form(values: Mapping[str, Any]) -> str:
     """Return the name of the form of records that has the fields of this one; "" if none is known."""
     return next((form for form, names in _FORMS.items() if all(n in values for n in names[:2] if n)), "")
 
@@ -125,12 +125,12 @@ def _parse_instruction(values: Mapping[str, Any], data: Data, where: str, place:
         if isinstance(field_value, list) and isinstance(answer, list):  # a prompt of messages, and its answer's
             prompted, field_value = len(field_value), [*field_value, *answer]
         plain = map_nested_values(field_value, str, replace_surrogates)
-        messages = parse_conversation(_convert_roles(plain, place))
+        messages = parse_conversation(_convert_sharegpt_roles(plain, place))
     if not messages:
         field_names = ", ".join(values) or "none"
         fault = f"no messages in data.field={data.field}, nor a prompt with its answer in data.target_field"
         fault += f"={data.target_field}; a message has role and content, or from and value"
-        form = dict(zip(_KEYS, _FORMS.get(_find_form(values), ()), strict=False))
+        form = dict(zip(_KEYS, _FORMS.get(_find_record_form(values), ()), strict=False))
         known = " ".join(f"data.{key}={name}" for key, name in form.items() if name)
         nearest = f"; nearest legal: {known}" if known and data.field not in values else ""  # of the record's form
         raise ConfigError(f"{place} has {fault}; its fields: {field_names}{nearest}")
@@ -143,7 +143,7 @@ def _parse_instruction(values: Mapping[str, Any], data: Data, where: str, place:
     messages = [_read_message(message, i, data, place) for i, message in enumerate(messages)]
     skipped = [i for i, message in enumerate(messages) if i < prompted or _is_skipped(message, i, place)]
     answers = [i for i, message in enumerate(messages) if message["role"] == ANSWERS and i not in skipped]
-    blank = [i for i in answers if not (read_content(messages[i]).strip() or messages[i].get("tool_calls"))]
+    blank = [i for i in answers if not (read_message_text(messages[i]).strip() or messages[i].get("tool_calls"))]
     if len(blank) == len(answers):
         raise ConfigError(f"{place} has no answer: no message with role {ANSWERS} and text, or calls, to be learned")
     if blank:
@@ -161,7 +161,7 @@ def _read_tools(values: Mapping[str, Any], place: str) -> Tools:
     """Return the tools that a record names beside its conversation, each as OpenAI describes one; None without any.
     Raises ConfigError."""
     tools = values.get("tools")
-    tools = _parse_text(tools) if isinstance(tools, str) else tools
+    tools = _parse_json_or_text(tools) if isinstance(tools, str) else tools
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -170,7 +170,7 @@ def _read_tools(values: Mapping[str, Any], place: str) -> Tools:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
-def _parse_text(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     """Return the plain data that a text of JSON says; the text itself if it says none."""
     try:
         return parse_json(text.encode(), len(text) * 4, strict=False)
@@ -198,15 +198,15 @@ def _read_message(message: Mapping[str, Any], number: int, data: Data, place: st
     if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
         raise ConfigError(f"{place}: message {number} has tool_calls without names; {_name_cures('tool_calls')}")
     if calls:
-        parsed = [{**f, "arguments": _read_arguments(f.get("arguments"))} for f in functions if f]
+        parsed = [{**f, "arguments": _parse_call_arguments(f.get("arguments"))} for f in functions if f]
         wrapped = [call if "function" in call else {"type": "function"} for call in calls]
         kept["tool_calls"] = [{**call, "function": f} for call, f in zip(wrapped, parsed, strict=True)]
     return kept
 
 
-def _read_arguments(arguments: Any) -> Any:
+def _parse_call_arguments(arguments: Any) -> Any:
     """Return the arguments of a call as a map, as templates read them, also if they are its text in JSON."""
-    values = _parse_text(arguments) if isinstance(arguments, str) else arguments
+    values = _parse_json_or_text(arguments) if isinstance(arguments, str) else arguments
     return values if isinstance(values, dict) else arguments or {}
 
 
@@ -242,7 +242,7 @@ def _read_prompt_addition(values: Mapping[str, Any], data: Data, place: str) -> 
     return f"\n{text}" if text.strip() else ""
 
 
-def _convert_roles(value: Any, place: str) -> Any:
+def _convert_sharegpt_roles(value: Any, place: str) -> Any:
     """Convert a conversation from ShareGPT's form (`from`, `value`) to roles and contents; return others as given.
     Raises ConfigError for a role that is not known, and for a call that is none."""
     is_sharegpt = isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value)
@@ -257,7 +257,7 @@ def _convert_roles(value: Any, place: str) -> Any:
         converted = {k: v for k, v in message.items() if k not in ("from", "value")}
         converted |= {"role": _SHAREGPT[name], "content": text}
         if name == _CALL:
-            calls = _parse_text(text) if isinstance(text, str) else text
+            calls = _parse_json_or_text(text) if isinstance(text, str) else text
             calls = calls if isinstance(calls, list) else [calls]
             if not all(isinstance(call, dict) and "name" in call for call in calls):
                 reason = f"message {number} from {_CALL} is no call"

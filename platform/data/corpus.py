@@ -20,7 +20,7 @@ from platform.data import text_sources as text_sources  # its import registers t
 from platform.data.cache_entries import FORMAT, StreamedTokens, TokenFiles
 from platform.data.data_checks import violations_of_small_splits, violations_of_sources, violations_of_unlabelled_splits
 from platform.data.mixture import DataSource, compute_shares, hash_integers, list_sources, name_source_in_errors
-from platform.data.objectives import Causal, Objective, SampleShape, build_objective, word_of_objective
+from platform.data.objectives import Causal, Objective, SampleShape, build_objective, objective_cache_word
 from platform.data.source_kind import find_source_kind, is_streamed
 from platform.data.special_tokens import SpecialIds
 from platform.data.streams import Ints, known_document_starts, token_loss_mask
@@ -134,7 +134,7 @@ class Corpus:
         located_samples = self.locate_samples(split, np.arange(start, end))
         return sum(self.objective.predicted(stream, index) for _, stream, _, index in located_samples)
 
-    def name_sample(self, split: str, number: int) -> str:
+    def describe_sample(self, split: str, number: int) -> str:
         """Name sample `number` of a split's endless global order for the user: "sample 3 of data.sources.web"."""
         ((part, stream, _, index),) = self.locate_samples(split, np.array([number]))
         if part.streams[split.partition("/")[0]] is not stream:  # a block of a stream
@@ -220,7 +220,7 @@ def open_corpus(
     goal = build_objective(objective, shape, data.objective_settings)
     if not entry:
         refuse_all(violations_of_sources(data, vocab=vocab, reserved=goal.reserved))
-    opening = _Opening(sources, goal, vocab - goal.reserved, seed, length)
+    opening = _CorpusOpener(sources, goal, vocab - goal.reserved, seed, length)
     if data.kind == "synthetic":
         corpus = opening.open_synthetic_corpus()
     else:
@@ -259,7 +259,7 @@ def choose_special_ids(vocabulary: Vocabulary | None, data: Data) -> SpecialIds:
 
 
 @dataclass(frozen=True)
-class _Opening:
+class _CorpusOpener:
     """Opening of a corpus, whose ids are in [0, vocab). The caller sets its shares."""
 
     sources: Sequence[DataSource]
@@ -292,7 +292,7 @@ class _Opening:
     def open_trusted_corpus(self, folder: Path) -> Corpus:
         """Open the corpus from cache entries of tokens that another process of this run has verified, without hashing
         them again. `folder`: the entry that has the tokenizer. Raises OSError if an entry has changed since."""
-        read = partial(cache_entries.read_entry, vocab=self.vocab, deep=False)
+        read = partial(cache_entries.read_entry, vocab=self.vocab, checks_tokens=False)
         with _report_changed_entry(folder):
             several = len(self.sources) > 1
             names = [folder.name]
@@ -365,7 +365,7 @@ class _Opening:
 
         rows = [data.packing, data.overlong] if data.overlong != "split" else data.packing
         begin = choose_special_ids(vocabulary, data).begin
-        decisive = [head.name, rows, self.length, word_of_objective(objective), objective.needs, begin]
+        decisive = [head.name, rows, self.length, objective_cache_word(objective), objective.needs, begin]
         decisive += ["labelled"] if kind.learned and data.packing != "cut" else []
         return StreamedTokens(
             folder=head.parent / cache.hash_cache_key(["blocks", *decisive]),
@@ -391,5 +391,9 @@ class _Opening:
                 raise ConfigError("data.separator", begin, reason, ["a token"])
         if data.packing == "cut":
             return streams
-        packing_options: dict[str, Any] = {"end": special.end, "apart": data.document_mask, "trusted": trusted}
+        packing_options: dict[str, Any] = {
+            "end": special.end,
+            "keeps_documents_apart": data.document_mask,
+            "trusted": trusted,
+        }
         return packing.pack_streams(streams, place, self.length, begin, data.overlong, **packing_options)

@@ -66,7 +66,7 @@ def open_raw(file: DataFile) -> Iterator[BinaryIO]:
             yield cast(BinaryIO, local)
 
 
-class Bounded:
+class BoundedStream:
     """Byte stream of a file within bounds: raises ConfigError if it unpacks to far more than its file (`packed` bytes),
     or has a line over LINE."""
 
@@ -102,7 +102,7 @@ class Bounded:
 
 
 @contextmanager
-def open_unpacked(file: DataFile) -> Iterator[Bounded]:
+def open_unpacked(file: DataFile) -> Iterator[BoundedStream]:
     """Open a data file as a stream of bytes within bounds, unpacked if it is in the format of gzip or zstd."""
     with open_raw(file) as raw:
         begins = raw.read(4)
@@ -113,7 +113,7 @@ def open_unpacked(file: DataFile) -> Iterator[Bounded]:
         elif begins == _ZSTD:
             arrow = import_pyarrow(file)
             stream = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, mode="r"), "zstd"))
-        yield Bounded(cast(BinaryIO, stream), file_size(file))
+        yield BoundedStream(cast(BinaryIO, stream), file_size(file))
 
 
 def import_pyarrow(file: DataFile) -> Any:
@@ -156,7 +156,7 @@ def content_hash(file: DataFile) -> str:
     return digest.hexdigest()
 
 
-def content_stamp(file: DataFile) -> list[Any]:
+def sample_file_content(file: DataFile) -> list[Any]:
     """Return values that identify a data file's content without reading all of it: for a path its size and the SHA-256
     of _SAMPLES stretches, spread evenly from the first to the last byte; for a URL its size and the version that its
     storage reports. Raises OSError."""
@@ -180,7 +180,7 @@ ENDINGS = ".txt .md .rst .tex .html .py .c .h .cc .cpp .rs .go .java .js .ts .sh
 MOST = 1_000_000  # names of files and folders that are looked at; links may lead in circles
 
 
-def find_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataFile]:
+def find_data_files(key: str, value: str, endings: list[str] = ENDINGS) -> list[DataFile]:
     """Find the data files that the user names by the configuration key `key`: `value` is a file, a glob, or a folder,
     of which the files count that are not hidden and have one of the suffixes `endings`; or a URL of any of these.
     Raises ConfigError, naming the key, if there is none."""
@@ -235,27 +235,27 @@ def _glob_paths(pattern: Path) -> list[Path]:
     return sorted(set(map(Path, _expand_glob(pattern.anchor, pattern.parts[bool(pattern.anchor) :], _NameCounter()))))
 
 
-def _expand_glob(folder: str, parts: Sequence[str], looking: _NameCounter) -> Iterator[str]:
+def _expand_glob(folder: str, parts: Sequence[str], name_counter: _NameCounter) -> Iterator[str]:
     """Yield the paths of data files below `folder` ("" for the current one) that match `parts`, the components of a
-    glob; `looking` counts the names examined."""
+    glob; `name_counter` counts the names examined."""
     if not parts:
         yield folder
     elif parts[0] == "**":
         for parent, folders, names in os.walk(folder or ".", followlinks=True):
-            looking.count_names(len(folders) + len(names))
+            name_counter.count_names(len(folders) + len(names))
             folders[:] = [name for name in folders if not name.startswith(".")]
             if parts[1:]:
-                yield from _expand_glob(parent, parts[1:], looking)
+                yield from _expand_glob(parent, parts[1:], name_counter)
             else:
                 yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
     elif not glob.has_magic(parts[0]):
         if os.path.lexists(path := os.path.join(folder, parts[0])):
-            yield from _expand_glob(path, parts[1:], looking)
+            yield from _expand_glob(path, parts[1:], name_counter)
     else:
         for name in _list_file_names(folder or "."):
-            looking.count_names(1)
+            name_counter.count_names(1)
             if fnmatch(name, parts[0]) and (not name.startswith(".") or parts[0].startswith(".")):
-                yield from _expand_glob(os.path.join(folder, name), parts[1:], looking)
+                yield from _expand_glob(os.path.join(folder, name), parts[1:], name_counter)
 
 
 def _list_file_names(folder: str) -> Iterator[str]:
@@ -366,7 +366,7 @@ def read_table_rows(form: str, file: DataFile, fields: Sequence[str]) -> Iterato
             return raw.read(size)
 
         opening = {"do": "open", "form": form, "size": packed, "columns": [*fields]}
-        _check_columns(parse_json(parser.request_answer(opening, b"", bounds, read_range), bounds.output), fields)
+        _require_any_column(parse_json(parser.request_answer(opening, b"", bounds, read_range), bounds.output), fields)
         while lines := parser.request_answer({"do": "next", "output": bounds.output}, b"", bounds, read_range):
             unpacked += len(lines)
             if unpacked > most:
@@ -393,7 +393,7 @@ def read_json_array(file: DataFile, fields: Sequence[str]) -> Iterator[Record]:
             yield f"record {number}", values
 
 
-def _cut_json_array(stream: Bounded) -> Iterator[bytes]:
+def _cut_json_array(stream: BoundedStream) -> Iterator[bytes]:
     """Yield the objects of a JSON array, each as its bytes, without reading more than one of them and a little. Raises
     ConfigError for anything else, and for an array that is cut off."""
     held, depth, begin, number = b"", 0, 0, 0
@@ -439,7 +439,7 @@ def read_separated_rows(separator: str, file: DataFile, fields: Sequence[str]) -
         rows = csv.reader(codecs.iterdecode(stream, "utf-8-sig"), delimiter=separator, strict=True)
         try:
             names = next(rows, [])
-            _check_columns(names, fields)
+            _require_any_column(names, fields)
             for row in rows:
                 if row and len(row) != len(names):
                     raise ConfigError(f"line {rows.line_num} ends a row of {len(row)} cells, of {len(names)} columns")
@@ -459,11 +459,11 @@ ROWS: dict[str, Callable[[DataFile, Sequence[str]], Iterator[Record]]] = {
 }
 
 
-def _check_columns(names: list[str], fields: Sequence[str]) -> None:
-    """Raise ConfigError if a table of data, with columns `names`, has none of the wanted columns `fields`."""
-    if not any(name in names for name in fields):
-        known_columns = printable_line(", ".join(names[:20])) or "none"
-        raise ConfigError(f"data.field={fields[0]}: no such column; its columns: {known_columns}")
+def _require_any_column(columns: list[str], wanted: Sequence[str]) -> None:
+    """Raise ConfigError if a table of data, with columns `columns`, has none of the wanted columns `wanted`."""
+    if not any(name in columns for name in wanted):
+        known_columns = printable_line(", ".join(columns[:20])) or "none"
+        raise ConfigError(f"data.field={wanted[0]}: no such column; its columns: {known_columns}")
 
 
 def read_field_text(record: Record, field: str) -> str:

@@ -149,14 +149,14 @@ def _violations_of_name(name: Any) -> list[str]:
     return [format_violation("data.sources", name, "the name of a source has letters, digits and _")]
 
 
-def compute_shares(sources: Sequence[DataSource], samples: Sequence[int]) -> list[int]:
+def compute_shares(sources: Sequence[DataSource], samples_per_epoch: Sequence[int]) -> list[int]:
     """Return each data source's share of a mixture's training samples, as integers in lowest terms: in proportion to
-    its weight or, without weights, to its epochs times `samples`, the number of samples that it has in one epoch; 0 for
-    a held-out source."""
+    its weight or, without weights, to its epochs times `samples_per_epoch`, the number of samples that it has in one
+    epoch; 0 for a held-out source."""
     if total := sum(source.weight for source in sources):
         shares = [max(1, round(source.weight / total * _FINEST)) for source in sources]
     else:
-        exact = [Fraction(str(source.epochs)) * n for source, n in zip(sources, samples, strict=True)]
+        exact = [Fraction(str(source.epochs)) * n for source, n in zip(sources, samples_per_epoch, strict=True)]
         scale = lcm(*(part.denominator for part in exact))
         shares = [max(1, int(part * scale)) for part in exact]
     shares = [share if source.is_trained else 0 for source, share in zip(sources, shares, strict=True)]
@@ -166,10 +166,10 @@ def compute_shares(sources: Sequence[DataSource], samples: Sequence[int]) -> lis
     return shares
 
 
-def deal_samples_to_sources(parts: Sequence[int], index: ArrayLike) -> tuple[Ints, Ints]:
+def deal_samples_to_sources(shares: Sequence[int], sample_numbers: ArrayLike) -> tuple[Ints, Ints]:
     """Deal the samples of a mixture's endless global order to its data sources: return, for each sample number in
-    `index`, the number of its source, and how many samples of that source come before it; int64, shaped as `index`.
-    `parts`: the shares of the sources; one of 0 gets none.
+    `sample_numbers`, the number of its source, and how many samples of that source come before it; int64, shaped as
+    `sample_numbers`. `shares`: the shares of the sources; one of 0 gets none.
 
     Sample k goes to the first source if the first source's due, floor((k share + phase) / sum), rises with it; of the
     samples that are left, the second source gets its due in the same way, and so on. So each source's count is near its
@@ -178,21 +178,21 @@ def deal_samples_to_sources(parts: Sequence[int], index: ArrayLike) -> tuple[Int
     >>> deal_samples_to_sources([2, 1], range(6))[0].tolist()
     [0, 1, 0, 0, 1, 0]
     """
-    if 0 in parts:
-        some = [number for number, share in enumerate(parts) if share]
-        source, count = deal_samples_to_sources([parts[number] for number in some], index)
+    if 0 in shares:
+        some = [number for number, share in enumerate(shares) if share]
+        source, count = deal_samples_to_sources([shares[number] for number in some], sample_numbers)
         return np.array(some)[source], count
-    total, shape = sum(parts), np.shape(index)
-    index = np.asarray(index, np.int64).reshape(-1)
-    rounds, place = np.divmod(index, total)
+    total, shape = sum(shares), np.shape(sample_numbers)
+    sample_numbers = np.asarray(sample_numbers, np.int64).reshape(-1)
+    rounds, place = np.divmod(sample_numbers, total)
     before, after = (np.asarray(x, object if total > _EXACT else None) for x in (place, place + 1))
-    source = np.full(index.shape, len(parts) - 1)
-    count = np.zeros(index.shape, np.int64)
-    open_ = np.ones(index.shape, bool)
-    for number, share in enumerate(parts):
+    source = np.full(sample_numbers.shape, len(shares) - 1)
+    count = np.zeros(sample_numbers.shape, np.int64)
+    open_ = np.ones(sample_numbers.shape, bool)
+    for number, share in enumerate(shares):
         phase = total * ((number + 1) * _GOLDEN % _FINEST) // _FINEST
         due, then = (before * share + phase) // total, (after * share + phase) // total
-        taken = open_ & np.asarray(then > due, bool) if number < len(parts) - 1 else open_
+        taken = open_ & np.asarray(then > due, bool) if number < len(shares) - 1 else open_
         source[taken] = number
         count[taken] = (rounds * share + np.asarray(due, np.int64))[taken]
         open_ &= ~taken

@@ -4,7 +4,7 @@ tokens.
 An objective returns sample `index` of a stream as int64 rows of fixed lengths, where -1 is padding: nothing to read in
 `tokens` and `source`, nothing to predict in `labels`; `label_weights` are fp64 rows. Its randomness is a function of
 the sample's key alone. Where a sample may span documents, `begins` or `segments` distinguish them. `register_objective`
-adds one of the user's own, every sample of which is checked (`OwnObjective`).
+adds one of the user's own, every sample of which is checked (`UserObjective`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import ConfigError, OwnCodeError, guard_own_code
-from platform.config.extensions import bind_settings, register_own_function
+from platform.boundary.refusals import ConfigError, OwnCodeError, guard_user_code
+from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import LOSS_OF, WEIGHTED, allow_objective
 from platform.data import streams
 from platform.data.mixture import hash_integers
@@ -386,11 +386,11 @@ def _draw_prediction_mask(key: NDArray[np.uint64], n: int, count: int) -> NDArra
     return chosen
 
 
-def _draw_span_lengths(keys: Keys, salt: int, total: int, parts: int) -> Ints:
-    """Divide each sample's `total` tokens at random into `parts` spans, uniformly among all ways: return their positive
+def _draw_span_lengths(keys: Keys, salt: int, total: int, spans: int) -> Ints:
+    """Divide each sample's `total` tokens at random into `spans` spans, uniformly among all ways: return their positive
     lengths, int64 [rows, parts]. `keys` [rows] and `salt`, the number of the draw, decide it."""
-    cuts = _draw_prediction_mask(hash_integers(keys, 3, salt)[:, None], total - 1, parts - 1)
-    ends = np.nonzero(cuts)[1].reshape(len(keys), parts - 1) + 1
+    cuts = _draw_prediction_mask(hash_integers(keys, 3, salt)[:, None], total - 1, spans - 1)
+    ends = np.nonzero(cuts)[1].reshape(len(keys), spans - 1) + 1
     return np.diff(ends, axis=1, prepend=0, append=total)
 
 
@@ -404,12 +404,12 @@ def build_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) 
     if name in GIVEN:
         return OBJECTIVES[name](shape)
     with name_objective_in_errors(name):
-        make = bind_settings(OBJECTIVES[name], "data.objective", name, settings)
-        return OwnObjective(name, make(shape), shape)
+        make = bind_settings_object(OBJECTIVES[name], "data.objective", name, settings)
+        return UserObjective(name, make(shape), shape)
 
 
 @dataclass(frozen=True)
-class OwnObjective:
+class UserObjective:
     """Objective of a user's own, `made` for samples of a shape. Raises ConfigError, naming it and the sample, for any
     error of it, for a sample with ids outside of the vocabulary or places outside of its row, with a label where
     its tokens are padding, and for one with more or fewer labels than it says: the mean loss is over as many."""
@@ -507,13 +507,13 @@ def name_objective_in_errors(name: str) -> Iterator[None]:
         yield
         return
     try:
-        with guard_own_code(f"data.objective={name}", (ConfigError, OSError)):
+        with guard_user_code(f"data.objective={name}", (ConfigError, OSError)):
             yield
     except OwnCodeError as error:
         raise ConfigError(f"data.objective={name}: {error}") from error
 
 
-def word_of_objective(objective: Objective) -> str:
+def objective_cache_word(objective: Objective) -> str:
     """Return the word for a training objective in the keys of cache entries; of a user's own, the name of its class."""
-    goal = type(objective.made if isinstance(objective, OwnObjective) else objective)
+    goal = type(objective.made if isinstance(objective, UserObjective) else objective)
     return _WORDS.get(goal, goal.__name__)

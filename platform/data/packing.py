@@ -73,17 +73,17 @@ def work_imbalance(sizes: Ints, length: int, ranks: Floats | None = None) -> Flo
     of `sizes` [..., documents] end to end in a row of `length` tokens; padding behind them is a document too."""
     ranks = _ranks_of_cells(length) if ranks is None else ranks
     cells, ends, zero = len(ranks), np.cumsum(sizes, -1), np.zeros((*sizes.shape[:-1], 1), np.int64)
-    starts, before = (np.concatenate([zero, x], -1) for x in (ends, np.cumsum(_count_seen_keys(sizes), -1)))
+    starts, before = (np.concatenate([zero, x], -1) for x in (ends, np.cumsum(_count_causal_pairs(sizes), -1)))
     border, rows = np.arange(cells + 1) * length // cells, prod(zero.shape)
     next_border = -(-ends * cells // length) + np.arange(rows).reshape(zero.shape) * (cells + 1)
     ended = np.bincount(next_border.ravel(), minlength=rows * (cells + 1)).reshape(*zero.shape[:-1], cells + 1)
     document = np.cumsum(ended, -1)  # in which a border lies
     into = border - np.take_along_axis(starts, document, -1)
-    seen = (np.take_along_axis(before, document, -1) + _count_seen_keys(into)).astype(np.float64)
+    seen = (np.take_along_axis(before, document, -1) + _count_causal_pairs(into)).astype(np.float64)
     return (np.diff(seen) @ ranks).max(-1) / seen[..., -1]
 
 
-def _count_seen_keys(tokens: Ints) -> Ints:
+def _count_causal_pairs(tokens: Ints) -> Ints:
     """Return how many keys the first so many tokens of a document see together."""
     return tokens * (tokens + 1) // 2
 
@@ -122,17 +122,20 @@ def pack_streams(
     overlong: str = "split",
     *,
     end: int = -1,
-    apart: bool = False,
+    keeps_documents_apart: bool = False,
     trusted: bool = False,
 ) -> dict[str, PackedStream]:
     """Return token streams packed into rows of `length` tokens, by split: whole documents laid end to end. The rows are
     kept beside `tokens`, the cache entry of the streams, made by the first process that asks; `trusted`: another
     process of this run has verified them. `begin`: the token with which a document begins, where the entry does not
     know; `end`: the token with which a document ends, perhaps the same one. `overlong`: what becomes of documents
-    that are longer than a row (`best_fit`); `apart`: no token sees another document. Rows without a token to learn are
-    left out, unless all are. Raises ConfigError, OSError, Malformed."""
+    that are longer than a row (`best_fit`); `keeps_documents_apart`: no token sees another document. Rows without a
+    token to learn are left out, unless all are. Raises ConfigError, OSError, Malformed."""
     masked = any(token_loss_mask(stream) is not None for stream in streams.values())
-    policy = [*([] if overlong == "split" else [overlong]), *([f"even {EVEN_ROWS_FORMAT}"] if apart else [])]
+    policy = [
+        *([] if overlong == "split" else [overlong]),
+        *([f"even {EVEN_ROWS_FORMAT}"] if keeps_documents_apart else []),
+    ]
     policy += ["labelled"] if masked else []
     entry = tokens.parent / cache.hash_cache_key(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
@@ -154,7 +157,7 @@ def pack_streams(
                 if unlabelled := len(packed[1]) - len(rows):
                     left_out[split] = unlabelled
                     remarks.append(f"{unlabelled} of {len(packed[1]) - 1} rows teach nothing and are left out")
-                pieces = even_rows(pieces, rows, length) if apart else pieces
+                pieces = even_rows(pieces, rows, length) if keeps_documents_apart else pieces
             pieces.astype("<i8").tofile(folder / f"{split}_pieces.bin")
             rows.astype("<i8").tofile(folder / f"{split}_rows.bin")
             counts[split] = [len(pieces), len(rows)]
@@ -175,11 +178,11 @@ def _mask_learned_successors(stream: Any, starts: Ints, end: int) -> NDArray[np.
     return follows
 
 
-def find_labelled_samples(stream: Any, length: int, count: int, end: int, apart: bool) -> Ints:
+def find_labelled_samples(stream: Any, length: int, count: int, end: int, keeps_documents_apart: bool) -> Ints:
     """Return which of the `count` samples of `length` tokens that are cut from a stream of tokens, end to end, have a
-    token to learn; all of them where none has. `end`: the token with which a document ends; `apart`: no token sees
-    another document. The stream has a mask of the tokens to learn."""
-    starts = find_document_starts(stream, -1) if apart else np.empty(0, np.int64)
+    token to learn; all of them where none has. `end`: the token with which a document ends; `keeps_documents_apart`: no
+    token sees another document. The stream has a mask of the tokens to learn."""
+    starts = find_document_starts(stream, -1) if keeps_documents_apart else np.empty(0, np.int64)
     labelled = _mask_learned_successors(stream, starts, end)[: count * length].reshape(count, length).any(1)
     return np.flatnonzero(labelled if labelled.any() else ~labelled)
 
@@ -244,16 +247,16 @@ def _are_rows_legal(pieces: Ints, rows: Ints, size: int, length: int, whole: boo
     return bool(tiles and (pieces[:, 1] > 0).all() and filled.max(initial=0) <= length)
 
 
-def best_fit(bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, Ints]:
-    """Pack documents, which lie between `bounds` (ascending token positions, the first 0), into rows of `length`
-    tokens: return int64 pieces [n, 2] of (first token, tokens), and the bounds of rows among them. A document that is
-    longer is split after every `length` tokens, or cut after so many, or dropped, as `overlong` says."""
-    pieces = _cut_documents(bounds, length)
+def best_fit(document_bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, Ints]:
+    """Pack documents, which lie between `document_bounds` (ascending token positions, the first 0), into rows of
+    `length` tokens: return int64 pieces [n, 2] of (first token, tokens), and the bounds of rows among them. A document
+    that is longer is split after every `length` tokens, or cut after so many, or dropped, as `overlong` says."""
+    pieces = _cut_documents(document_bounds, length)
     if overlong != "split":
         if overlong == "cut":
-            first = np.isin(pieces[:, 0], bounds)
+            first = np.isin(pieces[:, 0], document_bounds)
         else:
-            first = np.diff(bounds)[_document_numbers(pieces, bounds)] <= length
+            first = np.diff(document_bounds)[_find_documents_of_pieces(pieces, document_bounds)] <= length
         pieces = pieces[first]
     row = np.empty(len(pieces), np.int64)
     rooms: list[list[int]] = [[] for _ in range(length + 1)]  # by the tokens that still fit: the rows with such room
@@ -280,7 +283,7 @@ def best_fit(bounds: Ints, length: int, overlong: str = "split") -> tuple[Ints, 
     return pieces[order], np.append(0, np.cumsum(np.bincount(row_rank[row], minlength=count)))
 
 
-def _document_numbers(pieces: Ints, bounds: Ints) -> Ints:
+def _find_documents_of_pieces(pieces: Ints, bounds: Ints) -> Ints:
     """Return, for each piece of a packed document, the number of its document, which lies between `bounds`."""
     return np.searchsorted(bounds, pieces[:, 0], "right") - 1
 

@@ -20,7 +20,7 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
 from platform.data import data_files, tokenizer
-from platform.data.data_files import ENDINGS, ROWS, DataFile, content_hash, file_size, find_files, format_suffix
+from platform.data.data_files import ENDINGS, ROWS, DataFile, content_hash, file_size, find_data_files, format_suffix
 from platform.data.mixture import permute_indices
 from platform.data.tokenizer import Vocabulary, extra_special_tokens, open_vocabulary, read_chat_template
 from platform.data.tokenizer_files import JSON, TEMPLATE
@@ -35,7 +35,7 @@ def is_streamed(data: Data) -> bool:
 
 
 class PiecePlace(NamedTuple):
-    """PiecePlace in a source: a file, and how many pieces of documents come before in it."""
+    """Place of a piece in a source: a file, and how many pieces of documents come before in it."""
 
     file: int
     piece: int
@@ -190,7 +190,7 @@ class SourceKind:
                 next(self.read(file_group, data, key), None)
         return lines
 
-    def decisive_values(self, data: Data, files: Sequence[DataFile]) -> list[Any]:
+    def list_cache_key_values(self, data: Data, files: Sequence[DataFile]) -> list[Any]:
         """Return the values that decide which documents a data source has, and how a streamed one is divided into
         blocks; they name its cache entry. Of each file of a streamed source: format, size and samples of its
         content."""
@@ -199,7 +199,9 @@ class SourceKind:
         digest = hashlib.sha256()
         for _, document in [] if files else self._read_first_block(files, data):
             digest.update(document.encode() if isinstance(document, str) else document.astype("<i8").tobytes())
-        stamps = [[format_suffix(file), *data_files.content_stamp(file)] for file in files] or [[digest.hexdigest()]]
+        stamps = [[format_suffix(file), *data_files.sample_file_content(file)] for file in files] or [
+            [digest.hexdigest()]
+        ]
         held = [content_hash(file) for file in self.find_held_out_files(data)]
         return ["stream", FORMAT, data.kind, stamps, held, data.field, *extra_fields(data), data.block]
 
@@ -250,7 +252,7 @@ class SourceKind:
         """Return the texts of a data source, in pieces, for a tokenizer to be trained on. Raises ConfigError."""
         return self.read_splits(files, data).texts()
 
-    def write_entry(
+    def write_cache_entry(
         self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, existing_vocabulary: Vocabulary | None
     ) -> dict[str, Any]:
         """Build the cache entry of a data source: write into `folder` tokens.bin (the training documents, then the
@@ -373,7 +375,7 @@ def choose_held_out_documents(sizes: Sequence[int], fraction: float) -> set[int]
 
 def find_validation_files(data: Data, endings: list[str] = ENDINGS) -> list[DataFile]:
     """Find the data files of `data.validation_path`, held out for validation; [] if it is "". Raises ConfigError."""
-    return find_files("data.validation_path", data.validation_path, endings) if data.validation_path else []
+    return find_data_files("data.validation_path", data.validation_path, endings) if data.validation_path else []
 
 
 def train_vocabulary(folder: Path, texts: Texts, vocab: int, data: Data) -> Vocabulary:
@@ -401,9 +403,9 @@ def training_options(data: Data) -> list[Any]:
     return [options] if any(options) else []
 
 
-def describe_splits(trained: int, end: int) -> dict[str, list[int]]:
-    """Describe the splits of a token stream for a cache entry: [0, `trained`) to train on, the rest held out."""
-    return {"train": [0, trained], "validation": [trained, end]}
+def describe_splits(training_end: int, end: int) -> dict[str, list[int]]:
+    """Describe the splits of a token stream for a cache entry: [0, `training_end`) to train on, the rest held out."""
+    return {"train": [0, training_end], "validation": [training_end, end]}
 
 
 def token_dtype(vocab: int) -> np.dtype:

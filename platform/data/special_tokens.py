@@ -64,7 +64,7 @@ def collect_named_tokens(settings: Iterable[Mapping[str, Any]]) -> dict[str, str
     return tokens_by_role
 
 
-def add_usual_tokens(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> dict[str, str]:
+def complete_named_tokens(tokenizer: Tokenizer | ConfinedTokenizer, named: Mapping[str, str]) -> dict[str, str]:
     """Return the `named` special tokens and the tokenizer's USUAL mask; all USUAL ones if no end is named."""
     silent = not named.keys() & {"eos", _ALSO["eos"]}
     missing_roles = [role for role in USUAL if role not in named and (silent or role == "mask")]

@@ -151,7 +151,7 @@ _DOCUMENTS = 2  # that a line names on a screen
 _LEAST = 3  # lines of a sequence on a screen
 
 
-def heading_lines(view: StepView) -> list[str]:
+def format_step_heading(view: StepView) -> list[str]:
     """Return the lines that say which step it is, and what it takes."""
     c, (first, end) = view.taken.config, view.taken.samples
     tokens = format_count(view.num_sequences * view.taken.length, "token", ",")
@@ -191,7 +191,7 @@ def list_sequences(view: StepView, stream: TextIO, whole: bool = False, only: in
     width, height = shutil.get_terminal_size()
     console = _open_memory_console(stream, width)
     coloured = console.color_system is not None
-    head = [*heading_lines(view), _LEGEND[coloured]]
+    head = [*format_step_heading(view), _LEGEND[coloured]]
     head_height = sum(_count_screen_lines(line, width) for line in head)
     room = max(_LEAST, height - head_height - 2)  # and the last line, and the prompt
     shown = range(view.num_sequences) if only is None else range(only, only + 1)
@@ -247,7 +247,7 @@ def _cut_line(line: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
-def _mark_runs(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
+def _mark_kind_changes(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
     """Yield pieces with marks around the runs of kinds that differ by their colour otherwise."""
     before = ""
     for piece in [*pieces, Fragment("", NOTE)]:
@@ -260,7 +260,7 @@ def _mark_runs(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
 def _fold_fragments(console: Console, pieces: Sequence[Fragment], width: int, most: int | None) -> Iterator[str]:
     """Yield the lines of `width` characters that show pieces, at most `most` of them; the last one then says how many
     tokens it leaves out."""
-    pieces = pieces if console.color_system else [*_mark_runs(pieces)]
+    pieces = pieces if console.color_system else [*_mark_kind_changes(pieces)]
     lines = [*islice(_wrap_fragments(pieces, lambda _: width), most and most + 1)]
     if most and len(lines) > most:
         total = sum(piece.kind in TOKENS for piece in pieces)
@@ -293,11 +293,11 @@ def _wrap_fragments(pieces: Sequence[Fragment], width: Callable[[int], int]) -> 
 _NAMES = {"labels": "learned", "label_weights": "weight"}
 
 
-def format_token_table(view: StepView, positions: range) -> Iterator[str]:
-    """Yield the lines of a table of the tokens of a step's sequences at `positions`, a column per data tensor."""
+def format_token_table(view: StepView, sequence_positions: range) -> Iterator[str]:
+    """Yield the lines of a table of a step's tokens at `sequence_positions`, a column per data tensor."""
     texts = TokenTexts(view.corpus)
-    yield from heading_lines(view)
-    for position in positions:
+    yield from format_step_heading(view)
+    for position in sequence_positions:
         for sequence in view.read_sequences(position, position + 1):
             yield sequence_title(sequence, view.taken.length)
             yield from _format_table_rows(sequence, texts)
@@ -348,7 +348,7 @@ _HTML_PAGE_LEGEND = (
 def render_step_page(view: StepView, whole: bool = False) -> Iterator[str]:
     """Yield the parts of a page that shows the sequences of a step: as many as have MOST tokens, unless the `whole` is
     wanted."""
-    title, *more = map(redact_secrets, heading_lines(view))
+    title, *more = map(redact_secrets, format_step_heading(view))
     yield html_head(title, f"default-src 'none'; style-src {policy_hash(_STYLE)}", _STYLE)
     yield f"<h1>{escape(title)}</h1>\n" + "".join(f"<p>{escape(line)}</p>\n" for line in more)
     yield f"<pre>{''.join(_render_spans(_HTML_PAGE_LEGEND))}</pre>\n"

@@ -366,7 +366,7 @@ class TokenTexts:
             if end - start > 1 and _HALF in token_texts[start]:
                 token_texts[start:end] = [""] * (end - start - 1) + [self._decode_behind_anchor(ids[start:end])]
             start = end
-        return [_substitute_signs(text) for text in token_texts]
+        return [_escape_token_text(text) for text in token_texts]
 
     def _spell_token(self, number: int) -> str:
         """Return the text that a token adds to another one before it."""
@@ -385,6 +385,6 @@ class TokenTexts:
         return self._corpus.encode("a")[-1:] if self._corpus.vocabulary else []
 
 
-def _substitute_signs(text: str) -> str:
+def _escape_token_text(text: str) -> str:
     """Return a token's text in one line, with signs in the place of ends of lines and tabs."""
     return escape_unprintable("".join(_SIGNS.get(c, c) for c in text))

@@ -68,26 +68,26 @@ class PackedStream:
         return positions
 
 
-def _stream_beneath_rows(stream: Any) -> Any:
+def _unpack_stream(stream: Any) -> Any:
     """Return the token stream that a packed stream lays into rows; any other stream as it is."""
     return stream.tokens if isinstance(stream, PackedStream) else stream
 
 
 def bare_tokens(stream: Any) -> Any:
     """Return the tokens of a stream without rows and without facts about its documents."""
-    laid = _stream_beneath_rows(stream)
+    laid = _unpack_stream(stream)
     return laid.tokens if isinstance(laid, DocumentStream) else laid
 
 
 def known_document_starts(stream: Any) -> Ints | None:
     """Return the positions in a token stream at which documents begin; None if only a special token marks them."""
-    laid = _stream_beneath_rows(stream)
+    laid = _unpack_stream(stream)
     return laid.starts if isinstance(laid, DocumentStream) else None
 
 
 def token_loss_mask(stream: Any) -> NDArray[np.bool_] | None:
     """Return a mask of the tokens in a stream that count in the loss; None if all of them count."""
-    laid = _stream_beneath_rows(stream)
+    laid = _unpack_stream(stream)
     return laid.learned if isinstance(laid, DocumentStream) else None
 
 

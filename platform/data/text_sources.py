@@ -26,13 +26,20 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.boundary.refusals import READING, ConfigError, OwnCodeError, guard_own_code
-from platform.config.extensions import bind_settings, register_own_function
+from platform.boundary.refusals import READING, ConfigError, OwnCodeError, guard_user_code
+from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import Data
 from platform.data import data_files, source_kind, tokenizer
-from platform.data.chat_templates import ANSWERS, Conversation, Parts, list_spellings, read_content
+from platform.data.chat_templates import ANSWERS, Conversation, Parts, list_spellings, read_message_text
 from platform.data.conversations import UNKNOWN, Instruction, read_instructions
-from platform.data.data_files import ROWS, DataFile, find_files, format_suffix, name_file_in_errors, replace_surrogates
+from platform.data.data_files import (
+    ROWS,
+    DataFile,
+    find_data_files,
+    format_suffix,
+    name_file_in_errors,
+    replace_surrogates,
+)
 from platform.data.source_kind import KINDS, Documents, Encoded, SourceKind, Splits, hash_file_contents
 from platform.data.token_files import encode_tokens
 from platform.data.tokenizer import Vocabulary
@@ -45,7 +52,7 @@ def find_instruction_files(data: Data) -> list[DataFile]:
     """Find the record files of data=instructions (conversations, or prompts with answers). Raises ConfigError."""
     if not data.path:
         raise ConfigError(f"data.path: data={data.kind} needs a file of records: {', '.join(ROWS)}")
-    files = find_files("data.path", data.path, ENDINGS)
+    files = find_data_files("data.path", data.path, ENDINGS)
     if other_files := [file for file in files if format_suffix(file) not in ROWS]:
         raise ConfigError(f"data.path={other_files[0]}: no file of records, which end with {', '.join(ROWS)}")
     return files
@@ -95,7 +102,7 @@ def _render_instruction_parts(instruction: Instruction, vocabulary: Vocabulary) 
 
 def _writes_answer(messages: Conversation, learned: str) -> bool:
     """Return True if the text that the chat template marks as learned has a word of the conversation's answers."""
-    words = [word for message in messages if message["role"] == ANSWERS for word in read_content(message).split()]
+    words = [word for message in messages if message["role"] == ANSWERS for word in read_message_text(message).split()]
     return any(word in learned for word in words) if words else bool(learned.strip())
 
 
@@ -126,7 +133,7 @@ def find_stdlib_files(data: Data) -> list[Path]:
     return data_files.find_files_in_folder(Path(sysconfig.get_path("stdlib")), [".py"], skip=_NOT_STDLIB)
 
 
-def stdlib_bytes(data: Data) -> int:
+def count_stdlib_bytes(data: Data) -> int:
     """Return the size in bytes of the text of data=stdlib: the standard library's source files, all together."""
     return sum(file.stat().st_size for file in find_stdlib_files(data))
 
@@ -136,7 +143,7 @@ def find_text_files(data: Data) -> list[DataFile]:
     suffixes ENDINGS count), or a URL. Raises ConfigError if there is none."""
     if not data.path:
         raise ConfigError(f"data.path: data={data.kind} needs a file, a folder or a glob")
-    return find_files("data.path", data.path)
+    return find_data_files("data.path", data.path)
 
 
 def register_source(name: str, files: Callable[..., Sequence[DataFile | str]], settings: type | None = None) -> None:
@@ -152,8 +159,8 @@ def find_registered_files(find: Callable[..., object], data: Data) -> list[DataF
     unchanged."""
     returned: object = None
     try:
-        with guard_own_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
-            returned = bind_settings(find, "data.kind", data.kind, data.settings)(data)
+        with guard_user_code(f"data.kind={data.kind}", (ConfigError, OSError), READING):
+            returned = bind_settings_object(find, "data.kind", data.kind, data.settings)(data)
             entries = cast(Iterable[Any], returned)
             files = [file if isinstance(file, data_files.RemoteFile) else Path(file) for file in entries]
     except OwnCodeError as error:
@@ -197,7 +204,9 @@ def _read_text_pieces(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
                 return
 
 
-def _decode_block(decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: data_files.Bounded) -> str:
+def _decode_block(
+    decoder: codecs.IncrementalDecoder, block: bytes, start: int, stream: data_files.BoundedStream
+) -> str:
     """Decode the next block of a text file from UTF-8; `start`: its first byte's number. Raises ConfigError for a NUL
     byte, or bytes that are not UTF-8."""
     if (nul := block.find(0)) >= 0:
@@ -261,7 +270,7 @@ def read_user_documents(
     it raises, and for a value that is no document."""
     number, place = 0, 0
     with _name_document_in_errors(data):
-        documents = iter(bind_settings(read, "data.kind", data.kind, data.settings)(data))
+        documents = iter(bind_settings_object(read, "data.kind", data.kind, data.settings)(data))
     while True:
         with _name_document_in_errors(data, f", for document {place}"):
             document = next(documents, _NO_MORE)
@@ -308,7 +317,7 @@ def _name_document_in_errors(data: Data, which: str = "") -> Iterator[None]:
     """Raise ConfigError, naming data.kind and `which` document, in place of an error of the user's data source."""
     name = f"data.kind={data.kind}"
     try:
-        with guard_own_code(name, (ConfigError, OSError), READING):
+        with guard_user_code(name, (ConfigError, OSError), READING):
             yield
     except OwnCodeError as error:
         raise ConfigError(f"{name}: {error}{which}") from error
@@ -328,14 +337,14 @@ class OwnKind(SourceKind):
             raise ConfigError("data.validation_path", data.validation_path, reason, ['""'])
         return []
 
-    def write_entry(
+    def write_cache_entry(
         self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, existing_vocabulary: Vocabulary | None
     ) -> dict[str, Any]:
         """Build the cache entry of the documents that the user's function gives; return its description. Raises
         ConfigError if two passes over the documents differ."""
         whole = not source_kind.is_streamed(data)
         content_before = whole and self.content(data, files)
-        description = super().write_entry(folder, files, data, vocab, existing_vocabulary)
+        description = super().write_cache_entry(folder, files, data, vocab, existing_vocabulary)
         if (whole and self.content(data, files)) != content_before:
             raise ConfigError(f"data.kind={data.kind}: gives other documents every time; give the same, in one order")
         return description
@@ -347,7 +356,7 @@ def find_pair_files(data: Data) -> list[DataFile]:
     if not data.path:
         return list(find_stdlib_files(data))
     named = {"data.path": data.path, "data.target_path": data.target_path}
-    file_groups = [find_files(key, path) for key, path in named.items() if path]
+    file_groups = [find_data_files(key, path) for key, path in named.items() if path]
     of_rows = len(file_groups) == 1 and all(format_suffix(file) in ROWS for file in file_groups[0])
     if of_rows or [len(f) for f in file_groups] == [1, 1]:
         return [file for part in file_groups for file in part]
@@ -409,7 +418,7 @@ def _read_docstring_pairs(modules: Sequence[Path]) -> Iterator[tuple[str, str]]:
                 yield ast.unparse(node).rsplit(":\n", 1)[0] + ":", " ".join(text.split())
 
 
-def deciding_options(data: Data) -> str:
+def encode_pair_options(data: Data) -> str:
     """Return, as JSON, the keys of `data` that decide which pairs of texts its files hold, to name the cache entry."""
     return json.dumps([bool(data.path), bool(data.target_path), data.field, data.target_field])
 
@@ -465,7 +474,7 @@ KINDS["pairs"] = PairKind(
     find_pair_files,
     lambda files, data, key: enumerate(read_pairs(files, data)),
     encode_pairs,
-    content=lambda data, files: [[deciding_options(data), *map(data_files.content_hash, files)]],
+    content=lambda data, files: [[encode_pair_options(data), *map(data_files.content_hash, files)]],
     texts=lambda pair: pair,
     size=lambda pair: sum(map(len, pair)),
     blockwise=False,

@@ -62,10 +62,10 @@ class TokenFile:
             starts = range(0, self.count - _AT_ONCE + 1, (self.count - _AT_ONCE) // (_STRETCHES - 1))
         for start in starts:
             part = tokens[start : start + _AT_ONCE]
-            check_ids(part, start)
+            check_token_ids(part, start)
             if (stretch_largest := int(part.max())) > largest:
                 largest, largest_position = stretch_largest, start + int(part.argmax())
-        check_ids(np.array([largest]), largest_position, vocab)
+        check_token_ids(np.array([largest]), largest_position, vocab)
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class CheckedTokens:
         """Return the tokens of the .bin file at `index`. Raises ConfigError for one beyond the vocabulary."""
         ids = self.tokens[index]
         with name_file_in_errors(self.file):
-            check_ids(ids, index, self.vocab)
+            check_token_ids(ids, index, self.vocab)
         return ids
 
 
-def check_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | None = None) -> None:
+def check_token_ids(ids: NDArray[np.integer], place: Positions | int, vocab: int | None = None) -> None:
     """Raise ConfigError for a negative token id, or one outside a vocabulary of `vocab` entries. `place`: the number of
     each token in its file, or of the first."""
     least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
@@ -106,14 +106,16 @@ def find_token_files(data: Data) -> list[DataFile]:
     """Find the files of data=tokens: .bin, or records with lists of tokens in `data.field`. Raises ConfigError."""
     if not data.path:
         raise ConfigError("data.path: data=tokens needs a file, a folder or a glob")
-    files = [file for file in data_files.find_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")]
+    files = [
+        file for file in data_files.find_data_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")
+    ]
     if is_streamed(data) and not all(format_suffix(file) in ROWS for file in files):
         reason = ".bin files are read where they lie, without a copy"
         raise ConfigError("data.streaming", True, reason, [False])
     return files
 
 
-def find_index(file: Path) -> Path | None:
+def find_index_file(file: Path) -> Path | None:
     """Return the path of Megatron-LM's .idx file beside a .bin file of tokens, None if there is none."""
     index_path = file.with_suffix(".idx")
     return index_path if index_path.is_file() else None
@@ -125,8 +127,8 @@ def locate_tokens(file: DataFile, data: Data) -> TokenFile:
     with name_file_in_errors(file):
         if isinstance(file, data_files.RemoteFile):
             raise ConfigError("a .bin is read in place: copy it to a path, or mount its storage")
-        size, head = _size_and_head(file)
-    if index := find_index(file):
+        size, head = _read_size_and_head(file)
+    if index := find_index_file(file):
         with name_file_in_errors(index):
             return _locate_megatron_tokens(file, index, size)
     with name_file_in_errors(file):
@@ -136,11 +138,11 @@ def locate_tokens(file: DataFile, data: Data) -> TokenFile:
         if size % dtype.itemsize:
             raise ConfigError(f"{size} bytes are no whole number of tokens of data.dtype={data.dtype}")
         located = TokenFile(file, dtype.str, 0, size // dtype.itemsize)
-        _check_width(located.map_tokens()[:_AT_ONCE], data.dtype)
+        _check_integer_width(located.map_tokens()[:_AT_ONCE], data.dtype)
         return located
 
 
-def _check_width(tokens: NDArray[np.integer], dtype: str) -> None:
+def _check_integer_width(tokens: NDArray[np.integer], dtype: str) -> None:
     """Raise ConfigError if the first tokens of a plain .bin, read as `dtype`, are parts of wider integers: of each 2, 4
     or 8 all are 0 but the first, or the last, which mostly are not."""
     size, filled = tokens.dtype.itemsize, np.flatnonzero(tokens)
@@ -154,7 +156,7 @@ def _check_width(tokens: NDArray[np.integer], dtype: str) -> None:
         raise ConfigError(f"{reason}; nearest legal: data.dtype={name}{order}")
 
 
-def _size_and_head(file: Path) -> tuple[int, bytes]:
+def _read_size_and_head(file: Path) -> tuple[int, bytes]:
     """Return the size of a .bin file of tokens in bytes, and its first 12 bytes, which show its format."""
     with open_regular_file(file) as raw:
         size = raw.seek(0, 2)
@@ -249,13 +251,15 @@ Ids = NDArray[np.int64]
 def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
     """Return the values that name the cache entry of files of tokens: hashes of the files and of their indices, and how
     they are read. Of .bin files too long to be read as a whole, sizes and samples are hashed."""
-    reads_whole = _is_read_whole([*files, *(held_out_files := source_kind.find_validation_files(data, ENDINGS))])
+    reads_whole = _are_bin_files_short([*files, *(held_out_files := source_kind.find_validation_files(data, ENDINGS))])
 
     def hash_files(some: Sequence[DataFile]) -> list[list[Any]]:
         """Return, for each file of tokens, its format and the hash of its content (or of samples), and its index's."""
-        each = [(file, [index] if isinstance(file, Path) and (index := find_index(file)) else []) for file in some]
+        each = [(file, [index] if isinstance(file, Path) and (index := find_index_file(file)) else []) for file in some]
         content = {
-            file: content_hash(file) if reads_whole or format_suffix(file) in ROWS else data_files.content_stamp(file)
+            file: content_hash(file)
+            if reads_whole or format_suffix(file) in ROWS
+            else data_files.sample_file_content(file)
             for file in some
         }
         return [[*map(format_suffix, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
@@ -263,7 +267,7 @@ def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
     return ["tokens", hash_files(files), hash_files(held_out_files), data.field, data.dtype]
 
 
-def _is_read_whole(files: Sequence[DataFile]) -> bool:
+def _are_bin_files_short(files: Sequence[DataFile]) -> bool:
     """Return True if .bin files of tokens are short enough to be checked as a whole before a run, not in training."""
     return sum(file_size(file) for file in files if format_suffix(file) not in ROWS) <= _WHOLE
 
@@ -275,7 +279,7 @@ def _describe_bin_files(
     held out. Without held-out files the end of the tokens is held out, from the beginning of a document on if an index
     has the beginnings; these are written to starts.bin in `folder`."""
     bin_files = [locate_tokens(file, data) for file in (*files, *held_out_files)]
-    reads_whole = _is_read_whole([*files, *held_out_files])
+    reads_whole = _are_bin_files_short([*files, *held_out_files])
     for file in bin_files:
         with name_file_in_errors(file.file):
             file.check_tokens(vocab, reads_whole)
@@ -339,7 +343,7 @@ def _parse_token_ids(value: Any) -> Ids | None:
 class TokenKind(SourceKind):
     """Kind of source of tokens made by other programs."""
 
-    def write_entry(
+    def write_cache_entry(
         self, folder: Path, files: Sequence[DataFile], data: Data, vocab: int, existing_vocabulary: Vocabulary | None
     ) -> dict[str, Any]:
         """Build the cache entry of files of tokens: starts.bin, where their documents begin (training ones first), and
@@ -351,7 +355,7 @@ class TokenKind(SourceKind):
             raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
         if True in forms:
             kind = replace(self, read=partial(read_tokens, vocab=vocab))
-            return SourceKind.write_entry(kind, folder, files, data, vocab, existing_vocabulary)
+            return SourceKind.write_cache_entry(kind, folder, files, data, vocab, existing_vocabulary)
         if existing_vocabulary:
             existing_vocabulary.save(folder)
         return _describe_bin_files(folder, files, held_out_files, data, vocab)

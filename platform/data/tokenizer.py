@@ -28,7 +28,7 @@ from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
 from platform.data import chat_templates, tokenizer_files
 from platform.data.chat_templates import CHATML, CHATML_TOKENS, ChatTemplate, ConfinedTokenizer, Parts
-from platform.data.special_tokens import SpecialIds, add_usual_tokens, collect_named_tokens, find_special_ids
+from platform.data.special_tokens import SpecialIds, collect_named_tokens, complete_named_tokens, find_special_ids
 from platform.data.tokenizer_files import CONFIG, JSON, KEY, NAMES, TokenizerFiles, add_config_keys, chat_template
 
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ def build_vocabulary(files: TokenizerFiles, given: bool = True) -> Vocabulary:
     """Construct a vocabulary from a tokenizer's files, name -> bytes. `given`: False if it was trained here. Raises
     Malformed for files of no tokenizer, and if no special token ends documents."""
     tokenizer = ConfinedTokenizer(files[JSON]) if given else tokenizer_files.parse_tokenizer(files[JSON])
-    named = add_usual_tokens(tokenizer, collect_named_tokens(tokenizer_files.read_token_settings(files)))
+    named = complete_named_tokens(tokenizer, collect_named_tokens(tokenizer_files.read_token_settings(files)))
     for role, token in named.items():
-        if half := documents.find_half_character(token):
+        if half := documents.find_lone_surrogate(token):
             raise Malformed(f"{role}_token is no text: it has {half}")
     if not (special := find_special_ids(tokenizer, named)):
         raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
@@ -201,7 +201,7 @@ def load_named_vocabulary(data: Data) -> Vocabulary | None:
         files = add_config_keys(files, named_ends)
     template, added = read_chat_template(data), extra_special_tokens(data)
     try:
-        template = template or (_fix_date(chat_template(files), data) if data.date else "")
+        template = template or (_fix_template_date(chat_template(files), data) if data.date else "")
         tokenizer = ConfinedTokenizer(files[JSON])
         unknown = (token for token in named_ends.values() if tokenizer.token_to_id(token) is None)
         if lacking := [token for token in unknown if token not in added]:
@@ -235,12 +235,12 @@ def read_chat_template(data: Data) -> str:
     except (Malformed, OSError, UnicodeDecodeError) as error:
         line = documents.printable_line(error)
         raise ConfigError("data.chat_template", data.chat_template, line, ["chatml"]) from None
-    text = _fix_date(text, data)
+    text = _fix_template_date(text, data)
     ChatTemplate(text, {}, [])
     return text
 
 
-def _fix_date(template: str, data: Data) -> str:
+def _fix_template_date(template: str, data: Data) -> str:
     """Return a chat template in which `strftime_now` knows the day data.date, if it asks for the day; as part of its
     text, the day goes where the template goes."""
     if not data.date or "strftime_now" not in template:
@@ -291,7 +291,7 @@ def encode_documents(
     with the special tokens `SpecialIds.front` in front of each document. `characters`: total length of the documents,
     to report progress, 0 if unknown."""
     current = -1
-    joined_pieces = _join_pieces(pieces) if vocabulary.given else pieces
+    joined_pieces = _join_document_pieces(pieces) if vocabulary.given else pieces
     with show_phase("tokenising", characters, "characters") as shown:
         for batch in _batch_pieces(joined_pieces):
             ids: list[int] = []
@@ -304,7 +304,7 @@ def encode_documents(
             shown.count_done(sum(len(piece) for _, piece in batch))
 
 
-def _join_pieces(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+def _join_document_pieces(pieces: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Join the pieces of each document for the tokenizer, because tokens may cross them; yield (number, text). A
     document of more than _WHOLE characters is cut behind the last line end, or before the last space, within as
     many."""

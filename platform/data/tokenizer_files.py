@@ -124,7 +124,7 @@ def read_ranks(raw: bytes, words: str = "") -> tuple[dict[bytes, int], Encoding]
     return tokens, Encoding(words, special)
 
 
-def build_ranks_tokenizer(tokens: Mapping[bytes, int], encoding: Encoding) -> Tokenizer:
+def build_tiktoken_tokenizer(tokens: Mapping[bytes, int], encoding: Encoding) -> Tokenizer:
     """Construct a Tokenizer that gives every text the ids that tiktoken gives it by these ranks. Raises Malformed if
     its regular expression of words is none."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -328,7 +328,7 @@ def _build_single_file_tokenizer(raw: bytes, words: str) -> Tokenizer:
         return parse_tokenizer(raw)
     first = raw.partition(b"\n")[0]
     if LINE.fullmatch(first.rstrip(b"\r")):
-        return build_ranks_tokenizer(*read_ranks(raw, words))
+        return build_tiktoken_tokenizer(*read_ranks(raw, words))
     return build_sentencepiece_tokenizer(read_sentencepiece_model(raw))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary import refusals
-from platform.boundary.local_files import WholeFile, refuse_unwritable
+from platform.boundary.local_files import ReplacedFile, refuse_unwritable
 from platform.boundary.refusals import DONE, ConfigError, report_refusal, run_command
 from platform.boundary.terminal import print_line
 from platform.config.key import SECONDS
@@ -79,7 +79,7 @@ def _write_job(arguments: argparse.Namespace) -> int:
     files = {arguments.output: text, **({arguments.output.parent / claim[0]: claim[1]} if claim else {})}
     with refuse_unwritable("--output", arguments.output):
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    for job_file, content in [(WholeFile(path, "--output"), content) for path, content in files.items()]:
+    for job_file, content in [(ReplacedFile(path, "--output"), content) for path, content in files.items()]:
         job_file.write(content)
     if claim:
         print_line(f"{arguments.output.parent / claim[0]}: the claim; kubectl apply -f it once, before the job")
@@ -120,10 +120,10 @@ def _keep_ray_logs(arguments: argparse.Namespace) -> int:
 
 def _supervise_run(arguments: argparse.Namespace) -> int:
     """Supervise the drivers of a run, and stop its Ray job, if it is in one; return the exit status."""
-    from platform.jobs.supervisor import Supervision, Supervisor, end_ray_job
+    from platform.jobs.supervisor import Supervisor, SupervisorOptions, end_ray_job
 
     try:
-        status = Supervisor(_build_options(Supervision, arguments)).run()
+        status = Supervisor(_build_options(SupervisorOptions, arguments)).run()
     except ConfigError as error:
         status = report_refusal(error, "config")
     end_ray_job(status)
@@ -132,21 +132,21 @@ def _supervise_run(arguments: argparse.Namespace) -> int:
 
 def _run_node(arguments: argparse.Namespace) -> int:
     """Run Ray on this node, as the head and with the run if its launch is given; return the exit status."""
-    from platform.jobs.ray_node import NodeOptions, run_follower, run_head
-    from platform.jobs.supervisor import Supervision
+    from platform.jobs.ray_node import NodeOptions, run_head, run_worker_node
+    from platform.jobs.supervisor import SupervisorOptions
 
     if arguments.launch is None:
-        return run_follower(_build_options(NodeOptions, arguments))
-    supervision = _build_options(Supervision, arguments, elsewhere=True)
+        return run_worker_node(_build_options(NodeOptions, arguments))
+    supervision = _build_options(SupervisorOptions, arguments, elsewhere=True)
     return run_head(_build_options(NodeOptions, arguments, run_dir=supervision.run_dir), supervision)
 
 
 def _run_pod(arguments: argparse.Namespace) -> int:
     """Run torchrun in this pod of a job, and in the first pod the supervisor; return the exit status."""
     from platform.jobs.pods import PodOptions, run_pod
-    from platform.jobs.supervisor import Supervision
+    from platform.jobs.supervisor import SupervisorOptions
 
-    supervision = _build_options(Supervision, arguments, launch=arguments.launch or [])
+    supervision = _build_options(SupervisorOptions, arguments, launch=arguments.launch or [])
     return run_pod(_build_options(PodOptions, arguments), supervision)
 
 

@@ -144,21 +144,21 @@ def describe_status(run_dir: Path) -> Iterator[str]:
         yield f"lives: {len(lives)}{f', of which the last {_SHOWN}' if len(lives) > _SHOWN else ''}"
         before = ""
         for number, life in [*enumerate(lives, 1)][-_SHOWN:]:
-            yield _describe_life(number, life, before)
+            yield _format_driver_line(number, life, before)
             before = _find_code_hash(life) or before
     yield from _describe_last_failure(journal)
     log_paths = list_log_files(run_dir)
     yield f"logs: {format_count(len(log_paths), 'file')} in {run_dir / 'logs'}; {typed_command('jobs')} logs {run_dir}"
 
 
-def _find_code_hash(life: Sequence[JournalEvent]) -> str:
+def _find_code_hash(driver_events: Sequence[JournalEvent]) -> str:
     """Return the hash of the package's sources that a job's driver ran, from its events; "" if not recorded."""
-    return next(((e.code or {}).get("platform", "") for e in life if isinstance(e, events.Starting)), "")
+    return next(((e.code or {}).get("platform", "") for e in driver_events if isinstance(e, events.Starting)), "")
 
 
-def _find_end(life: Sequence[JournalEvent]) -> tuple[float | None, str]:
+def _find_driver_end(driver_events: Sequence[JournalEvent]) -> tuple[float | None, str]:
     """Return when and, in words, how a driver ended, from its events; (None, "no end") if it has not."""
-    for event in life:
+    for event in driver_events:
         if isinstance(event, End):
             cause = getattr(event, "cause", "") or getattr(event, "signal", "")
             return event.time, f"{event.word}{f': {cause}' if cause else ''}"
@@ -173,7 +173,7 @@ def _describe_state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], driv
         return f"ended with status {status} ({_ENDS.get(status, 'lost')}), {_describe_age(last['time'])}"
     if last.get("event") == ENDED:
         return f"between two lives: a driver ended with status {last.get('status')} {_describe_age(last['time'])}"
-    ended, end = _find_end(lives[-1]) if lives else (None, "")
+    ended, end = _find_driver_end(lives[-1]) if lives else (None, "")
     if ended is not None:
         return f"ended: {end}, {_describe_age(ended)}"
     if not lives and not last:
@@ -190,16 +190,16 @@ def _describe_age(moment: float) -> str:
     return f"{format_hms(seconds)} ago" if moment else "never"
 
 
-def _describe_life(number: int, life: Sequence[JournalEvent], code_before: str) -> str:
+def _format_driver_line(number: int, driver_events: Sequence[JournalEvent], code_before: str) -> str:
     """Return the line of `platform.jobs status` on one driver, from its journal events: number, start, duration, last
     step, end, nodes and failures. `code_before`: hash of the sources that the driver before it ran, "" if not known."""
-    (ended, end), code = _find_end(life), _find_code_hash(life)
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(life[0].time))
-    lasted = "no end" if ended is None else format_hms(int(ended - life[0].time))
-    step = max(getattr(event, "step", 0) or 0 for event in life)
-    formed = [event for event in life if isinstance(event, events.Formed)]
+    (ended, end), code = _find_driver_end(driver_events), _find_code_hash(driver_events)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(driver_events[0].time))
+    lasted = "no end" if ended is None else format_hms(int(ended - driver_events[0].time))
+    step = max(getattr(event, "step", 0) or 0 for event in driver_events)
+    formed = [event for event in driver_events if isinstance(event, events.Formed)]
     nodes = len({worker.get("node") for worker in formed[-1].workers}) if formed else 0
-    failures = sum(isinstance(event, events.Failure) for event in life)
+    failures = sum(isinstance(event, events.Failure) for event in driver_events)
     remarks = [format_count(nodes, "node")] if nodes else []
     remarks += [format_count(failures, "failure")] if failures else []
     remarks += [f"other code: {code}"] if code_before and code not in ("", code_before) else []

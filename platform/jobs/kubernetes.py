@@ -14,7 +14,7 @@ from platform.boundary.refusals import format_violation, refuse_all
 from platform.config.groups import Monitor
 from platform.config.key import parse_job_limit
 from platform.jobs import planned_run
-from platform.jobs.job_options import KubernetesOptions, take_options
+from platform.jobs.job_options import KubernetesOptions, split_job_options
 from platform.jobs.planned_run import GIB, TEMPLATES, JobSize, PlannedRun, fill_template, fold_words, plan_job
 from platform.monitor.sinks.sink_process import secrets_of_sinks
 from platform.plan.layout import format_count
@@ -50,7 +50,7 @@ def render_kubernetes_job(typed: Sequence[str], config_dir: str | None = None) -
     """Write the manifest of a run from arguments and options job.KEY=VALUE (KubernetesOptions). Raises ConfigError."""
     run = plan_job(KubernetesOptions, typed, config_dir, lambda o: f"{o.mount}/runs/{o.name}")
     planned_run.refuse_outside_paths(run, run.options.mount)
-    _check_launcher(run)
+    _refuse_torchrun_options(run)
     files = planned_run.read_own_files(run, config_dir)
     if config_dir:
         run = replace(run, arguments=["--config-dir", f"{_OWN}/conf", *run.arguments[2:]])
@@ -64,7 +64,7 @@ def render_kubernetes_claim(typed: Sequence[str], config_dir: str | None = None)
     """Write the claim that the arguments `typed`, which `render_kubernetes_job` takes, ask for with job.storage; return
     the name of its file, its text and its size, None if they ask for none. It is no part of the job's own file: what
     deletes a job must not delete its checkpoints."""
-    o, _, _ = take_options(KubernetesOptions, typed)
+    o, _, _ = split_job_options(KubernetesOptions, typed)
     if not o.storage:
         return None
     command = planned_run.quote_typed_words([*(["--config-dir", config_dir] if config_dir else []), *typed])
@@ -72,7 +72,7 @@ def render_kubernetes_claim(typed: Sequence[str], config_dir: str | None = None)
     return f"claim-{o.claim}.yaml", text, o.storage
 
 
-def _check_launcher(run: PlannedRun) -> None:
+def _refuse_torchrun_options(run: PlannedRun) -> None:
     """Raise ConfigError if a job whose workers torchrun starts has options of Ray's head, workers beyond the plan's, or
     nodes with different numbers of workers."""
     o, elastic = run.options, run.config.elastic

@@ -14,13 +14,13 @@ from typing import Any
 
 from platform.boundary.redaction import REDACTED, redact_secrets, register_url_secrets
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures
-from platform.cluster.shown_commands import replace_values
+from platform.cluster.shown_commands import replace_overrides
 from platform.config.arguments import find_experiment_name, parse_typed_values
 from platform.config.composition import CONF, open_composer
 from platform.config.fields import KEYS, Config, flatten_config
 from platform.config.key import format_hms, parse_job_limit
 from platform.data.mixture import paths_by_key
-from platform.jobs.job_options import JobOptions, refuse_missing_options, take_options
+from platform.jobs.job_options import JobOptions, refuse_missing_options, split_job_options
 from platform.launch import compose_config
 from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.accelerators import nominal_memory
@@ -145,7 +145,7 @@ def plan_job(
     Raises ConfigError with one line per mistake.
     """
     register_url_secrets(list(typed))
-    options, words, lines = take_options(kind, typed)
+    options, words, lines = split_job_options(kind, typed)
     secret_keys = [word.partition("=")[0] for word in words if redact_secrets(word) != word]
     why, legal = "a secret, which the file would show: refer to it", ["${oc.env:NAME}"]
     lines += [format_violation(key, REDACTED, why, legal) for key in secret_keys]
@@ -198,7 +198,7 @@ def _settle_plan(config: Config, options: JobOptions, words: list[str]) -> tuple
     replicas, chooses = config.parallel.data == -1, bool(config.plan.search)
     world = options.nodes * workers_per_node(options, 0) if replicas or chooses else None
     if chooses and (search := choose_plan(config, world or 0)) and search.best_finalist:
-        words, replicas = replace_values(words, search.space.format_overrides(search.best_finalist.choice)), False
+        words, replicas = replace_overrides(words, search.space.format_overrides(search.best_finalist.choice)), False
     plan = make_plan(config, world)
     config.parallel.data = plan.num_replicas
     return plan, [*words, *([f"parallel.data={plan.num_replicas}"] if replicas else [])]

@@ -1,11 +1,10 @@
 """Pod of an Indexed Job: `python -m platform.jobs pod`, which every index of the job runs on a node of its own.
 
 The first pod has the supervisor of the run. For each driver it waits until all pods are there, announces a life of the
-run on the `Board`, and all start torchrun for it (`TorchNode`), whose output is kept in the run directory. A pod that
-was lost comes back as the Job starts it again, under the same index; the driver, which has gone on without it, saves
-then and makes way for a life with all. So every pod stays until the run is over, and ends with the run's own exit
-status: what ends with 0 before, a Job never starts again.
-"""
+run on the `PodBoard`, and all start torchrun for it (`TorchNode`), whose output is kept in the run directory. A pod
+that was lost comes back as the Job starts it again, under the same index; the driver, which has gone on without it,
+saves then and makes way for a life with all. So every pod stays until the run is over, and ends with the run's own exit
+status: what ends with 0 before, a Job never starts again."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from platform.cluster.crew import leftovers
 from platform.jobs.job_state import NodeLog
 from platform.jobs.rank import PID, STATUS
 from platform.jobs.ray_node import find_free_port, is_listening
-from platform.jobs.supervisor import END_JOB, TERMINATED, Supervision, Supervisor, read_or_default
+from platform.jobs.supervisor import END_JOB, TERMINATED, Supervisor, SupervisorOptions, read_or_default
 from platform.launch import FAILED, STOPPED
 
 # Board on which the pods of a job report to each other: small files in a folder that all of them see.
@@ -74,7 +73,7 @@ class Heartbeat:
     leaving: bool = False
 
 
-class Board:
+class PodBoard:
     """Reads and writes the files of a job's board; a file that is missing or broken reads as None."""
 
     def __init__(self, folder: Path):
@@ -210,15 +209,15 @@ _LINGER_SECONDS = 15.0  # for torchrun to end once its driver has
 _REPORT_SECONDS = 60.0  # between two lines on what is waited for
 
 
-def run_pod(o: PodOptions, supervision: Supervision) -> int:
+def run_pod(o: PodOptions, supervision: SupervisorOptions) -> int:
     """Run one pod of a job to its end; return its exit status, the run's own, or 143 after a stop signal."""
     return _run_first_pod(o, supervision) if o.index == 0 else _run_other_pod(o, supervision)
 
 
-class _Lives:
+class _TorchrunLives:
     """Lives of a run, as led by its first pod: the pods of each, and those missing or back meanwhile."""
 
-    def __init__(self, o: PodOptions, board: Board):
+    def __init__(self, o: PodOptions, board: PodBoard):
         """Continue to count a run's lives (starts of torchrun on all pods) from the newest one on the `board`."""
         self._o, self._board = o, board
         self._others = range(1, o.pods)
@@ -272,7 +271,7 @@ class _TorchrunDriver:
     """Driver of a run as the supervisor sees it: waits for all pods, then runs torchrun on the first one, whose rank 0
     is the driver."""
 
-    def __init__(self, node: TorchNode, lives: _Lives, o: PodOptions, run_dir: Path, launch: Sequence[str]):
+    def __init__(self, node: TorchNode, lives: _TorchrunLives, o: PodOptions, run_dir: Path, launch: Sequence[str]):
         """Prepare the driver that torchrun on all pods, by arguments `launch`, will have as its rank 0."""
         self._node, self._lives, self._o, self._run_dir, self._launch = node, lives, o, run_dir, launch
         self._signal = 0  # to be sent to the driver
@@ -337,12 +336,12 @@ def _describe_pods(indices: Sequence[int]) -> str:
     return f"pod{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices[:8]))}{more}"
 
 
-def _run_first_pod(o: PodOptions, supervision: Supervision) -> int:
+def _run_first_pod(o: PodOptions, supervision: SupervisorOptions) -> int:
     """Run the supervisor of a run and torchrun in the job's first pod; announce the end, unless the pod restarts."""
-    board = Board(o.shared)
+    board = PodBoard(o.shared)
     if (status := board.read_end_status()) is not None:  # this pod was lost when all was done
         return status
-    lives, over = _Lives(o, board), threading.Event()
+    lives, over = _TorchrunLives(o, board), threading.Event()
     with TorchNode(o, supervision.run_dir) as node:
 
         def start_driver(launch: Sequence[str], environment: Mapping[str, str]) -> _TorchrunDriver:
@@ -362,7 +361,7 @@ def _run_first_pod(o: PodOptions, supervision: Supervision) -> int:
     return status
 
 
-def _watch_lives(lives: _Lives, supervisor: Supervisor, over: threading.Event) -> None:
+def _watch_lives(lives: _TorchrunLives, supervisor: Supervisor, over: threading.Event) -> None:
     """Replace the driver when a new start of torchrun would get pods back, or a pod is leaving."""
     reported: TorchrunLife | None = None
     while not over.wait(_LOOK_SECONDS):
@@ -370,12 +369,12 @@ def _watch_lives(lives: _Lives, supervisor: Supervisor, over: threading.Event) -
         if life and life is not reported and (why := lives.find_restart_reason()):
             reported = life
             print_line(f"pod 0 on {gethostname()}: {why}: the run saves, and goes on with all pods")
-            supervisor.replace_driver()
+            supervisor.stop_driver_for_restart()
 
 
-def _run_other_pod(o: PodOptions, supervision: Supervision) -> int:
+def _run_other_pod(o: PodOptions, supervision: SupervisorOptions) -> int:
     """Run torchrun in another pod than the first, at each start that has this pod, until the run or the pod ends."""
-    board, going, last_beat = Board(o.shared), threading.Event(), 0.0
+    board, going, last_beat = PodBoard(o.shared), threading.Event(), 0.0
     heartbeat = Heartbeat(secrets.token_hex(8))
     for number in ENDING:
         signal.signal(number, (lambda *_: going.set()) if number in END_JOB else signal.SIG_IGN)

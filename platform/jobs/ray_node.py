@@ -40,7 +40,7 @@ from platform.cluster.crew.channel import find_interface, list_addresses
 from platform.cluster.crew.job import usable_cores
 from platform.cluster.crew.leftovers import block_sigterm
 from platform.jobs.job_state import read_last_log_lines, save_ray_log_ends
-from platform.jobs.supervisor import END_JOB, Supervision, Supervisor, wait_until
+from platform.jobs.supervisor import END_JOB, Supervisor, SupervisorOptions, wait_until
 from platform.launch import FAILED
 
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
@@ -238,7 +238,7 @@ class RayNode(leftovers.Marked):
 
     def _find_node_id(self) -> str:
         """Return Ray's id of this node, which its processes were started with, "" if none is there yet."""
-        for process in leftovers.find_marked_processes(self.directory):
+        for process in leftovers.find_processes_of_directory(self.directory):
             with suppress(OSError):
                 words = Path(f"/proc/{process}/cmdline").read_text(errors="replace")
                 if id_match := re.search(r"\0--node[-_]id=([0-9a-f]+)\0", words):
@@ -246,7 +246,7 @@ class RayNode(leftovers.Marked):
         return ""
 
 
-class _Head:
+class _RayHead:
     """Keeps Ray's head alive on this node: a thread starts another one, at other ports, when it has ended."""
 
     def __init__(self, node: RayNode, options: NodeOptions):
@@ -289,12 +289,12 @@ class _Head:
         return {"RAY_ADDRESS": self._address}
 
 
-def run_head(options: NodeOptions, supervision: Supervision) -> int:
+def run_head(options: NodeOptions, supervision: SupervisorOptions) -> int:
     """Run Ray's head and the supervisor of a run on this node; return the job's exit status. A file `stop` in the
     shared directory stops the run as SIGUSR1 does: by which process a signal of Slurm is received is a site's choice,
     a file is not."""
     with RayNode(options) as node:
-        head = _Head(node, options)
+        head = _RayHead(node, options)
         head.start_head()
         supervisor = Supervisor(supervision, head.prepare_environment)
         threading.Thread(target=_watch_stop_file, args=(node, options.shared / STOP, supervisor), daemon=True).start()
@@ -306,12 +306,12 @@ def _watch_stop_file(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
     which that can still save: have it replaced."""
     while not stop.exists():
         if not node.is_running:
-            supervisor.replace_driver()
+            supervisor.stop_driver_for_restart()
         time.sleep(_LOOK_SECONDS)
     supervisor.note_stop_signal(signal.SIGUSR1)
 
 
-def run_follower(options: NodeOptions) -> int:
+def run_worker_node(options: NodeOptions) -> int:
     """Keep this node in the job's Ray cluster until the job is over or a stop signal, after which it leaves in at most
     `drain` seconds; return the exit status."""
     shared, going = options.shared, threading.Event()

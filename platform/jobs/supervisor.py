@@ -28,9 +28,9 @@ from platform.boundary.schema import Malformed, OpenMap, Span, Text
 from platform.boundary.terminal import print_line
 from platform.cluster import run_directory
 from platform.cluster.crew.leftovers import block_sigterm
-from platform.cluster.crew.ray_session import job_config
+from platform.cluster.crew.ray_session import ray_job_config
 from platform.cluster.crew.signals import REASON
-from platform.cluster.run_directory import lock_or_owner
+from platform.cluster.run_directory import lock_or_read_owner
 from platform.launch import DONE, FAILED, REFUSED, STOPPED, UNAVAILABLE
 from platform.monitor import json_records
 from platform.monitor.json_records import JsonLines, Seconds, Steps
@@ -118,7 +118,7 @@ def count_spent_retries(lines: Iterable[dict[str, Any]]) -> int:
     return count + running
 
 
-def find_first_step(lines: Iterable[dict[str, Any]]) -> int | None:
+def find_job_start_step(lines: Iterable[dict[str, Any]]) -> int | None:
     """Return the step after which a job's first driver began, from the lines of drivers.jsonl; None if none did."""
     first: int | None = None
     for line in lines:
@@ -146,7 +146,7 @@ _Seen = TypeVar("_Seen")
 
 
 @dataclass(frozen=True)
-class Supervision:
+class SupervisorOptions:
     """Options of a supervisor. `launch`: arguments of `platform.launch`; `retries`: drivers that may be lost;
     `time_limit`: seconds that the job has, None for no limit; `elsewhere`: the scheduler starts a job again that ends
     with 75; `notice`: seconds that a node is given to leave, which may be this one."""
@@ -192,7 +192,7 @@ class Supervisor:
 
     def __init__(
         self,
-        supervision: Supervision,
+        supervision: SupervisorOptions,
         environment: Callable[[], Mapping[str, str]] = dict,
         pause: float = _PAUSE,
         start: Callable[[Sequence[str], Mapping[str, str]], Driver] = start_process,
@@ -219,12 +219,12 @@ class Supervisor:
                 run_dir.mkdir(0o700, parents=True, exist_ok=True)
                 lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
                 opened.callback(os.close, lock)
-                if owner := lock_or_owner(lock):  # before anything is counted: its driver is not lost
+                if owner := lock_or_read_owner(lock):  # before anything is counted: its driver is not lost
                     raise ConfigError("run.dir", run_dir, f"has a job already, supervised by {owner}")
                 record = JsonLines(run_dir / DRIVERS)
                 opened.callback(record.close)
                 lines = read_drivers(run_dir)
-            status = self._run_drivers(run_dir, record, count_spent_retries(lines), find_first_step(lines))
+            status = self._run_drivers(run_dir, record, count_spent_retries(lines), find_job_start_step(lines))
             if status != STOPPED or not self._o.elsewhere:
                 record.append({"event": CLOSED, "time": time.time(), "status": status})
             return status
@@ -244,7 +244,7 @@ class Supervisor:
                 self._reason.write_text(reason or f"{signal.Signals(number).name} to its job")
             self._driver.send_signal(signal.SIGUSR1 if number == signal.SIGTERM else number)
 
-    def replace_driver(self) -> None:
+    def stop_driver_for_restart(self) -> None:
         """Ask the driver, once, to save and stop, so that another one goes on here: what it stands on is lost."""
         if not self._replacing and self._driver is not None and self._driver.poll() is None:
             self._replacing = True
@@ -264,7 +264,7 @@ class Supervisor:
             status = self._run_one_driver()
             after = read_or_default(run_directory.find_last_step, run_dir, 0)
             over = self._end is not None and time.monotonic() >= self._end
-            recorded = read_or_default(run_directory.find_orphan_step, run_dir, None) is None
+            recorded = read_or_default(run_directory.find_dead_driver_step, run_dir, None) is None
             end = DriverEnd(status, recorded, after > before, self._asked, over, after > first)
             used += end.costs_retry
             line = {"event": ENDED, "time": time.time(), "step": after, "status": status, "costs": end.costs_retry}
@@ -275,7 +275,7 @@ class Supervisor:
             ending = "was lost" if end.is_lost else "was kept from its work" if end.met_world_fault else "stopped"
             again = f"the same command again ({used} of {self._o.retries} retries spent)"
             print_line(f"supervisor: the driver {ending} with status {status} after step {after}: {again}")
-            pause = max(min(_LONGEST_PAUSE, self._pause * used), self._departure_seconds(run_dir, status))
+            pause = max(min(_LONGEST_PAUSE, self._pause * used), self._seconds_until_nodes_leave(run_dir, status))
             wait_until(lambda: self._asked, pause, 0.1)
             if self._asked:
                 return TERMINATED if self._asked in END_JOB else STOPPED
@@ -293,9 +293,9 @@ class Supervisor:
             self._signal_driver(self._asked)
         return self._driver.wait()
 
-    def _departure_seconds(self, run_dir: Path, status: int) -> float:
+    def _seconds_until_nodes_leave(self, run_dir: Path, status: int) -> float:
         """Return the seconds to wait until leaving nodes are gone, as another driver on them would stop too."""
-        is_leaving = status == STOPPED and read_or_default(run_directory.is_ended_by_notice, run_dir, False)
+        is_leaving = status == STOPPED and read_or_default(run_directory.is_ended_by_preemption, run_dir, False)
         return self._o.notice if is_leaving else 0.0
 
     def _resume_override(self, run_dir: Path) -> list[str]:
@@ -345,4 +345,4 @@ def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> Non
 
 def find_ray_job(environment: Mapping[str, str]) -> str:
     """Return the submission id of the Ray job whose entry point has this environment, "" if there is none."""
-    return str(job_config(environment).get("metadata", {}).get("job_submission_id", ""))
+    return str(ray_job_config(environment).get("metadata", {}).get("job_submission_id", ""))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
-from platform.config.extensions import bind_settings, register_own_function
+from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import OBJECTIVES
 from platform.config.fields import Model as ModelConfig
 from platform.config.layout_rules import allow_dims
@@ -47,13 +47,13 @@ def register_model(
 def build_model(config: ModelConfig) -> Any:
     """Return the model that `config.kind` names. Raises ModelMistake for an error in a user's own model class."""
     if MODELS[config.kind] is SHIPPED.get(config.kind):
-        return _find_shipped_model(config)
-    model = bind_settings(MODELS[config.kind], "model.kind", config.kind, config.settings)
+        return _build_shipped_model_once(config)
+    model = bind_settings_object(MODELS[config.kind], "model.kind", config.kind, config.settings)
     with raise_model_mistakes(MODELS[config.kind]):
         return model(config)
 
 
-def _find_shipped_model(config: ModelConfig) -> Any:
+def _build_shipped_model_once(config: ModelConfig) -> Any:
     """Return the shipped model of a configuration, which may change afterwards."""
     if (key := repr(config)) not in _KEPT:
         if len(_KEPT) >= MOST_KEPT:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from platform.boundary.refusals import OwnCodeError, format_violation, guard_own_code
-from platform.config.extensions import bind_settings, register_own_function
+from platform.boundary.refusals import OwnCodeError, format_violation, guard_user_code
+from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
 from platform.plan.layout import format_count
 from platform.plan.model_types import CROSS_ENTROPY
@@ -38,7 +38,10 @@ def loss_functions(config: Config) -> dict[str, TokenLoss | None]:
     """Return loss name -> function for a run's model: cross-entropy (None) and the loss that is configured."""
     name = training_loss_name(config)
     loss = LOSSES[name]
-    return {CROSS_ENTROPY: None, name: loss and bind_settings(loss, "train.loss", name, config.train.loss_settings)}
+    return {
+        CROSS_ENTROPY: None,
+        name: loss and bind_settings_object(loss, "train.loss", name, config.train.loss_settings),
+    }
 
 
 def violations_of_loss(config: Config, plan: Plan) -> Iterator[str]:
@@ -67,7 +70,7 @@ def _mistake_of_loss(function: Callable[..., Any], name: str, settings: str) -> 
 
     from platform.runtime.chunked_loss import Likelihood
 
-    loss = bind_settings(function, "train.loss", name, json.loads(settings))
+    loss = bind_settings_object(function, "train.loss", name, json.loads(settings))
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logs = logits.log_softmax(1)
 
@@ -83,7 +86,7 @@ def _mistake_of_loss(function: Callable[..., Any], name: str, settings: str) -> 
         return losses.detach(), list(gradients)
 
     try:
-        with guard_own_code("train.loss"):
+        with guard_user_code("train.loss"):
             losses, derivatives = try_loss(slice(0, 6))
             parts = [try_loss(rows) for rows in (slice(0, 2), slice(2, 6))]
     except OwnCodeError as error:

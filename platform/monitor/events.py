@@ -458,7 +458,7 @@ def last_driver_events(journal: Sequence[JournalEvent]) -> Sequence[JournalEvent
     return journal[max((i for i, event in enumerate(journal) if isinstance(event, Starting)), default=0) :]
 
 
-def last_line(error: str) -> str:
+def last_error_line(error: str) -> str:
     """Return the last line of a failed worker's error, which names it."""
     return error.strip().rpartition("\n")[2].strip()
 

@@ -143,7 +143,7 @@ class Account:
                 self._begin_period("recover", event.time)
                 self._failed.append(event.time)
                 who = f"rank {event.rank}" if event.rank is not None else f"worker {event.number}"
-                what = f"{event.kind} in {event.method}: {printable_line(events.last_line(event.cause))}"
+                what = f"{event.kind} in {event.method}: {printable_line(events.last_error_line(event.cause))}"
                 self._enter_failure(FailureCost(event.time, event.step, who + _name_host(event.node), what))
             case events.Reforming():
                 self.transitions += 1
@@ -268,7 +268,9 @@ def _format_fault(text: str) -> str:
 LINES: dict[type[JournalEvent], Callable[[Any], str]] = {
     events.TookOver: lambda e: f"takes over from a driver that died after step {e.step}",
     events.Injected: lambda e: f"injected fault in step {e.step}: {', '.join(map(_format_fault, e.faults))}",
-    events.Failure: lambda e: f"rank {e.rank}{_name_host(e.node)} {e.kind} in {e.method}: {events.last_line(e.cause)}",
+    events.Failure: lambda e: (
+        f"rank {e.rank}{_name_host(e.node)} {e.kind} in {e.method}: {events.last_error_line(e.cause)}"
+    ),
     events.Reforming: lambda e: e.reason,
     events.Released: lambda e: (
         "" if e.alive is None else f"released {format_count(e.alive, 'worker')} in {e.seconds:.2f} s"

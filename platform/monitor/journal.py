@@ -40,7 +40,7 @@ class Journal:
         self._lines = JsonLines(path, say)
         self.generation: int = max((event.generation for event in events.read_events(path)), default=0)
 
-    def next_generation(self) -> int:
+    def begin_generation(self) -> int:
         """Begin a generation of workers and return its number, which the journal gives to the events that follow."""
         self.generation += 1
         return self.generation
@@ -101,7 +101,7 @@ class SeenLink:
 
 
 @dataclass(frozen=True)
-class Live:
+class LiveState:
     """Sight of a run's driver at `time`, in seconds since the epoch. `doing`: its state in a word, since `since`;
     `step`: the last one done; `usual`: median seconds of a step; `held`: newest step in the workers' memory; `call`:
     the call under way, "" between calls, since `called`, which `pending` workers have not answered; `saving`: the step
@@ -137,8 +137,10 @@ def kernel_state(pid: int) -> str:
         return ""
 
 
-def read_live(directory: Path) -> Live:
+def read_live_state(directory: Path) -> LiveState:
     """Read a run directory's live.json. Raises Malformed, OSError."""
     raw = documents.read_bytes(directory / LIVE, json_records.LARGEST)
     values = schema.parse_value(dict[str, Any], documents.parse_json(raw, json_records.LARGEST))
-    return schema.parse_value(Live, {name: values[name] for name in Live.__dataclass_fields__ if name in values})
+    return schema.parse_value(
+        LiveState, {name: values[name] for name in LiveState.__dataclass_fields__ if name in values}
+    )

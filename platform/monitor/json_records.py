@@ -110,14 +110,14 @@ class JsonLines:
     def append(self, value: dict[str, Any]) -> None:
         """Append an object to the journal or metrics file as a line of JSON, now or as soon as it can be written."""
         self._kept.append((_strict_json(value) + "\n").encode())
-        self._write_kept()
+        self._write_pending_lines()
         while sum(map(len, self._kept)) > KEPT_BYTES:
             self._kept.popleft()
             self._lost += 1
 
     def close(self) -> None:
         """Try a last time to write the journal's or metrics file's kept lines, announce the lost ones, and close it."""
-        self._write_kept()
+        self._write_pending_lines()
         if missing := self._lost + len(self._kept):
             self._say(f"WARNING: {self.path} lacks {format_count(missing, 'line')}")
         if self._file >= 0:
@@ -141,7 +141,7 @@ class JsonLines:
         os.ftruncate(file, _end_of_last_line(file))
         self._torn = False
 
-    def _write_kept(self) -> None:
+    def _write_pending_lines(self) -> None:
         """Write the lines of the journal or metrics file that are still to be written, as many as possible; announce
         when this begins to fail, and when it works again."""
         count = len(self._kept)

@@ -1,5 +1,5 @@
-"""`metrics.jsonl`: one row per committed step (docs/run-directory.md), and the W&B names of its keys; and `Columns`,
-its numbers by these names, read as far as it is written and read on as it grows."""
+"""`metrics.jsonl`: one row per committed step (docs/run-directory.md), and the W&B names of its keys; and
+`MetricColumns`, its numbers by these names, read as far as it is written and read on as it grows."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class MetricsLog(JsonLines):
     @staticmethod
     def read_rows(path: Path | str) -> list[dict[str, Any]]:
         """Return the rows of a metrics file that hold, by step."""
-        return valid_rows(json_records.read_lines(path, read_row))
+        return valid_rows(json_records.read_lines(path, validate_row))
 
 
-def read_row(row: dict[str, Any]) -> dict[str, Any]:
+def validate_row(row: dict[str, Any]) -> dict[str, Any]:
     """Check and return a row of a metrics file of any version. Raises Malformed for a step or a number that is none."""
     return schema.parse_value(_ROW, row)
 
@@ -127,7 +127,7 @@ _MOST_COLUMNS = 4096  # anybody may have written the file
 _Shape = tuple[str | tuple[str | int, ...], ...]  # of a row: its keys, a map's with its own, a list's with its length
 
 
-class Columns:
+class MetricColumns:
     """Numbers of a run's metrics file: `steps`, and by W&B name a column with a number for each of these steps, NaN for
     none. A row replaces all from its step on. `unread`: whole lines that are no rows, and were passed over.
 
@@ -161,7 +161,7 @@ class Columns:
         rows_kept = len(self.steps)  # a file that has become shorter is read anew
         with suppress(FileNotFoundError, NotADirectoryError):
             for lines in self._new_lines():
-                rows_kept = min(rows_kept, self._take_rows(lines))
+                rows_kept = min(rows_kept, self._add_lines(lines))
         return min(rows_kept, len(self.steps))
 
     def _new_lines(self) -> Iterator[list[bytes]]:
@@ -179,7 +179,7 @@ class Columns:
                 if len(rest) > LARGEST:
                     self._place, rest, self.unread = self._place + len(rest), b"", self.unread + 1
 
-    def _take_rows(self, lines: Sequence[bytes]) -> int:
+    def _add_lines(self, lines: Sequence[bytes]) -> int:
         """Add the rows on lines of the metrics file; return how many rows before them still hold."""
         rows_kept, last = len(self.steps), self.steps[-1] if self.steps else -1
         shape: _Shape = ()

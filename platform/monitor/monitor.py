@@ -208,9 +208,9 @@ class RunMonitor:
     def record_step(self, row: MetricsRow) -> None:
         """Record a committed step's row: in metrics.jsonl, on the console, with Prometheus, by `on_step`."""
         self._metrics.write_row(row)
-        self._hear_sinks()
+        self._print_sink_messages()
         self._console.show_step(row)
-        self._tell_services(lambda service: service.send_step(wandb_numbers(row)))
+        self._call_services(lambda service: service.send_step(wandb_numbers(row)))
         self._on_step(row)
 
     def read_rows(self) -> list[dict[str, Any]]:
@@ -224,7 +224,7 @@ class RunMonitor:
     def record_summary(self, values: dict[str, Any]) -> None:
         """Record numbers of the whole run by name, such as its goodput, with services such as Prometheus."""
         wandb_values = {f"elastic/{key}": value for key, value in values.items()}
-        self._tell_services(lambda service: service.send_summary(wandb_values))
+        self._call_services(lambda service: service.send_summary(wandb_values))
 
     def close(self, status: int) -> None:
         """Close the metrics file, console and services of a run that ends with the exit status `status`."""
@@ -234,17 +234,17 @@ class RunMonitor:
         until = monotonic() + (STOP_SECONDS if status == RESUMABLE else END_SECONDS)
         for sink in self._sinks:
             sink.wait(until - monotonic())
-        self._hear_sinks()
+        self._print_sink_messages()
         self._console.close()
-        self._tell_services(lambda service: service.close(status))
+        self._call_services(lambda service: service.close(status))
 
-    def _hear_sinks(self) -> None:
+    def _print_sink_messages(self) -> None:
         """Print on the run's console what the processes of its services have to say, such as W&B's."""
         for sink in self._sinks:
             for line in sink.take_new_lines():
                 self._console.say(line)
 
-    def _tell_services(self, action: Callable[[Service], None]) -> None:
+    def _call_services(self, action: Callable[[Service], None]) -> None:
         """Perform `action` on every service, such as Prometheus; at its first error, stop using one and say so."""
         for name, service in list(self._services.items()):
             try:

@@ -137,7 +137,7 @@ class Timeline:
             yield {"ph": "M", "name": "process_name", "pid": len(self._names), "args": named}
         zero, threads = self._steps[0][1], set()
         for step, began, ranks, parts in self._steps:
-            yield from self._part_events(step, began - zero, parts)
+            yield from self._step_part_events(step, began - zero, parts)
             for rank, record in enumerate(ranks):
                 for thread, start, end, more in rank_events(self._actions[self._stages[rank]], step, record):
                     if (rank, thread) not in threads:
@@ -147,7 +147,7 @@ class Timeline:
                     time, length = (began - zero + start) * 1e6, (end - start) * 1e6  # microseconds
                     yield {"ph": "X", "pid": rank, "tid": thread, "ts": time, "dur": length} | more
 
-    def _part_events(self, step: int, began: float, parts: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    def _step_part_events(self, step: int, began: float, parts: Mapping[str, float]) -> Iterator[dict[str, Any]]:
         """Yield the trace events of the parts of a step, one after the other from its beginning, as predicted and, on a
         thread beside, as measured."""
         if not self.forecast:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from platform.config.extensions import bind_settings, register_own_function
+from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import Optimizer
 from platform.plan.layout import format_count
 
@@ -66,7 +66,7 @@ def learning_rate(o: Optimizer, step: int, steps: int) -> float:
     to lr, then the configured schedule; the cosines, linear and wsd end at min_lr x lr."""
     if step <= o.warmup_steps:
         return o.lr * step / o.warmup_steps
-    factor = bind_settings(SCHEDULES[o.schedule], "optimizer.schedule", o.schedule, o.schedule_settings)
+    factor = bind_settings_object(SCHEDULES[o.schedule], "optimizer.schedule", o.schedule, o.schedule_settings)
     return float(o.lr * factor(o, step, steps))
 
 

@@ -3,7 +3,7 @@ whole. Forecasts and refusals are pure Python without torch, so that they are qu
 
 - `muon_scratch_bytes`, `adafactor_scratch_bytes`: the memory that an optimizer allocates, beside its state, while it
   updates a worker's parameters.
-- `group_parameters`: parameters that are updated alike; `find_matrices`: the ones that are matrices to Muon.
+- `group_parameters`: parameters that are updated alike; `find_muon_matrices`: the ones that are matrices to Muon.
 - `violations_of_splits`: refusals of a plan that splits tensors which the optimizer needs whole.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import closest_values, format_violation
-from platform.config.extensions import bind_settings, register_own_function
+from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import Config, Optimizer
 from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import Parameter
@@ -181,11 +181,11 @@ def count_state_numbers(config: Config) -> int:
 def build_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct the torch optimizer that config.optimizer `o` names, of parameter groups."""
     maker = OPTIMIZERS[o.kind].make
-    make: Callable[..., torch.optim.Optimizer] = bind_settings(maker, "optimizer.kind", o.kind, o.settings)
+    make: Callable[..., torch.optim.Optimizer] = bind_settings_object(maker, "optimizer.kind", o.kind, o.settings)
     return make(groups, o)
 
 
-def find_optimizer_state(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
+def probe_optimizer_state(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
     """Return what the configured optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the
     parameter's shape), and its other state by name with the values after one step; for snapshots and checkpoints. Found
     by taking a step on two dummy elements."""
@@ -246,7 +246,7 @@ def preload_imports(o: Optimizer) -> None:
     """Take a dummy optimizer step, so that a spare worker has made torch's slow imports before a run needs it."""
     import torch
 
-    find_optimizer_state(o, torch.float32, torch.device("cpu"))
+    probe_optimizer_state(o, torch.float32, torch.device("cpu"))
 
 
 def register_optimizer(
@@ -290,7 +290,7 @@ def group_parameters(
     return list(groups.values())
 
 
-def find_matrices(o: Optimizer, plan: Plan) -> list[str]:
+def find_muon_matrices(o: Optimizer, plan: Plan) -> list[str]:
     """Return the names of the parameters of two or more dims that Muon updates as whole matrices: all that
     optimizer.matrices matches; by default the weights of layers except the last, which gives logits, and no tables."""
     uses: dict[str, list[bool]] = {}
@@ -312,7 +312,7 @@ def find_factored_matrices(plan: Plan) -> list[str]:
 
 def _is_matrix(p: Parameter) -> bool:
     """Return True if a parameter is a matrix, or one for each expert."""
-    return len(p.dims) - p.stack_dims > 1
+    return len(p.dims) - p.num_stack_dims > 1
 
 
 def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:

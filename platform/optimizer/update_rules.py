@@ -87,10 +87,10 @@ class Adafactor(torch.optim.Optimizer):
                 state[WHOLE] = torch.zeros_like(w, requires_grad=False)
         return state
 
-    def _divide_gradient(self, name: str, w: Tensor, sides: Sequence[Tensor]) -> Tensor:
+    def _divide_gradient(self, name: str, w: Tensor, row_and_column_sums: Sequence[Tensor]) -> Tensor:
         """Add the squares of a gradient to Adafactor's running second moments, and divide the gradient by their root,
-        in place; return the sum of squares of the divided gradient. `sides`: sums of squares by row and by column, over
-        all ranks (empty if `name` is no matrix)."""
+        in place; return the sum of squares of the divided gradient. `row_and_column_sums`: sums of squares by row and
+        by column, over all ranks (empty if `name` is no matrix)."""
         gradient, shape = w.grad, self.factors.matrix_shape(name)
         assert gradient is not None, "every part has a gradient"
         state, eps = self._ensure_state(w, shape), self._o.eps
@@ -98,7 +98,10 @@ class Adafactor(torch.optim.Optimizer):
         new_share = (state["step"].double() ** self._o.beta2_decay).to(w.dtype)
         if shape:
             rows, columns = state[ROWS], state[COLUMNS]
-            for moment, squares, others in ((rows, sides[0], shape[2]), (columns, sides[1], shape[1])):
+            for moment, squares, others in (
+                (rows, row_and_column_sums[0], shape[2]),
+                (columns, row_and_column_sums[1], shape[1]),
+            ):
                 moment.lerp_(squares / others, new_share)
             by_matrix = rows.view(shape[0], -1)
             relative = by_matrix / by_matrix.mean(1, keepdim=True).clamp(min=eps)
@@ -159,11 +162,11 @@ class Lion(torch.optim.Optimizer):
         return momentum
 
 
-def _batch_weights(weights: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Yield lists of weights to update in the same launches, with no more than `most` elements unless one has more."""
+def _batch_weights(weights: Sequence[Tensor], max_elements: int) -> Iterator[list[Tensor]]:
+    """Yield lists of weights to update in the same launches, of at most `max_elements` elements unless one has more."""
     batch: list[Tensor] = []
     for w in weights:
-        if batch and sum(map(Tensor.numel, batch)) + w.numel() > most:
+        if batch and sum(map(Tensor.numel, batch)) + w.numel() > max_elements:
             yield batch
             batch = []
         batch.append(w)
@@ -183,7 +186,7 @@ FACTORS: dict[str, Callable[[int, int], float]] = {
 
 
 class WholeMatrices(Protocol):
-    """Gives whole matrices of which this rank has parts; see `platform.runtime.matrices.Matrices`."""
+    """Gives whole matrices of which this rank has parts; see `platform.runtime.matrices.MuonMatrices`."""
 
     half: bool
 

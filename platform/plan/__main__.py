@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.boundary.documents import VALUES, parse_json, read_bytes
-from platform.boundary.local_files import WholeFile
+from platform.boundary.local_files import ReplacedFile
 from platform.boundary.refusals import (
     DONE,
     FAILED,
@@ -33,7 +33,7 @@ from platform.boundary.refusals import (
 )
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import escape_terminal_text, print_line, print_refusals
-from platform.cluster.shown_commands import Command, replace_values
+from platform.cluster.shown_commands import Command, replace_overrides
 from platform.config.fields import Config
 from platform.launch import compose_config
 from platform.plan.layout import format_count
@@ -118,7 +118,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--leave-one-out", action="store_true", help="score each row by constants fitted on all others")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
-    def print_comparison(arguments: argparse.Namespace) -> int:
+    def print_prediction_errors(arguments: argparse.Namespace) -> int:
         """Print the comparison that the command line asks for, as text or JSON; return the exit status."""
         names = tuple(arguments.constants.split(","))
         refuse_all(f"--constants {n}: unknown; legal: {', '.join(CONSTANTS)}" for n in names if n not in CONSTANTS)
@@ -137,7 +137,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
         print(escape_terminal_text(text) if not arguments.json else text)
         return DONE
 
-    return run_command(parser, print_comparison, argv, subject="table")
+    return run_command(parser, print_prediction_errors, argv, subject="table")
 
 
 def _parse_calibration(text: str) -> str:
@@ -173,7 +173,7 @@ def _write_hardware(arguments: argparse.Namespace) -> int:
     from platform.doctor import open_worker_folder
 
     output = Path(arguments.output)
-    _refuse_output(output, arguments.overwrite)
+    _require_writable_output(output, arguments.overwrite)
     like = read_hardware(arguments.like) if arguments.like else None
     config = compose_config([*calibration_run.TINY, *arguments.overrides], arguments.config_dir)
     workers = max(1, count_available_workers(config.cluster)) if arguments.workers is None else arguments.workers
@@ -194,13 +194,13 @@ def _write_hardware(arguments: argparse.Namespace) -> int:
         return FAILED
     finally:
         if torchrun.is_under_torchrun():
-            torchrun.release_followers()
-    WholeFile(output, "--output").write(text)
+            torchrun.release_waiting_workers()
+    ReplacedFile(output, "--output").write(text)
     print_line(f"{text}written: {output}; `{typed_command('plan')} ... --hardware {output}` predicts steps here")
     return DONE
 
 
-def _refuse_output(output: Path, overwrite: bool) -> None:
+def _require_writable_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError for a file that cannot be written, or is not to be, before anything is measured."""
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError("--output", output, f"must end in .yaml, as {output.stem}.yaml")
@@ -246,15 +246,15 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
         return _print_plan_differences(arguments)
     config, plan = _compose_plan(arguments, arguments.overrides)
     if arguments.check:
-        return _print_soundness(plan, arguments.json)
+        return _print_unsound_parts(plan, arguments.json)
     if arguments.shrink:
-        for line in _shrink_lines(config, arguments.memory * 1e9, arguments.json):
+        for line in _format_shrinking_plans(config, arguments.memory * 1e9, arguments.json):
             print(escape_terminal_text(line), flush=True)
         return 0
     hardware = _choose_hardware(arguments.hardware, config)
     known_hardware = _hardware_unless_guessed(hardware, arguments, config)
     if arguments.svg:
-        WholeFile(arguments.svg, "--svg").write(draw_step(config, plan, known_hardware))
+        ReplacedFile(arguments.svg, "--svg").write(draw_step(config, plan, known_hardware))
     explanation = explain_config(
         config,
         plan,
@@ -262,7 +262,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
         hardware,
         named=bool(arguments.hardware),
         tokens=arguments.tokens,
-        composed=lambda typed: _compose_config(arguments, replace_values(arguments.overrides, typed)),
+        compose_change=lambda typed: _compose_config(arguments, replace_overrides(arguments.overrides, typed)),
     )
     if arguments.json:
         print(json.dumps(explanation))
@@ -270,7 +270,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
     blocks = [render_explanation(plan, explanation), *closing_blocks(plan, explanation)] if arguments.all else []
     print(escape_terminal_text("\n\n".join(blocks) or format_screen(plan, explanation)))
     if fitting := find_fitting_change(explanation):
-        print_line(Command(arguments.overrides, arguments.config_dir).line_with_values(fitting))
+        print_line(Command(arguments.overrides, arguments.config_dir).format_with_overrides(fitting))
     return 0
 
 
@@ -313,7 +313,7 @@ def _explain_diff_argument(arguments: argparse.Namespace, argument: str) -> Any:
     if not argument.endswith(".json"):
         with refuse_failures("--diff", argument, ValueError):  # a quotation that does not end
             typed = shlex.split(argument)
-        config, plan = _compose_plan(arguments, replace_values(arguments.overrides, typed))
+        config, plan = _compose_plan(arguments, replace_overrides(arguments.overrides, typed))
         hardware = _choose_hardware(arguments.hardware, config)
         tiers = arguments.tiers or _default_tiers(_hardware_unless_guessed(hardware, arguments, config))
         return explain_config(config, plan, tiers, hardware, bool(arguments.hardware), arguments.tokens)
@@ -340,7 +340,7 @@ def _choose_open_keys(config: Config, arguments: argparse.Namespace) -> None:
         print(escape_terminal_text(line), file=sys.stderr if arguments.json else sys.stdout)
 
 
-def _print_soundness(plan: Plan, as_json: bool) -> int:
+def _print_unsound_parts(plan: Plan, as_json: bool) -> int:
     """Print what of a plan would compute another number than one process, or that nothing does; return the status."""
     from platform.plan.plan_check import find_unsoundness
 
@@ -366,7 +366,7 @@ def _choose_hardware(name: str | None, config: Config) -> Hardware:
     return hardware
 
 
-def _shrink_lines(config: Config, memory: float, as_json: bool) -> Iterator[str]:
+def _format_shrinking_plans(config: Config, memory: float, as_json: bool) -> Iterator[str]:
     """Yield one printable line, text or JSON, per plan that the run would have as it loses workers one by one. A plan
     holds from its own number of workers down to one more than the next line has; `memory`: bytes per worker."""
     from platform.predict.replan import iterate_shrinking

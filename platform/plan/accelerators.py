@@ -88,7 +88,7 @@ def dense_bf16_peak(device: str) -> float | None:
     return entry and entry.peak
 
 
-def overhead_bytes(groups: int, lines: int, needed: int) -> int:
+def overhead_bytes(axis_groups: int, stage_links: int, needed: int) -> int:
     """Return the bytes of a GPU that CUDA, its libraries and NCCL take beside the `needed` bytes of a worker that is
-    in so many `groups` along axes and `lines` to other stages."""
-    return CONTEXT + groups * GROUP + lines * LINE + round(ROUNDING * needed)
+    in so many `axis_groups` along axes and `stage_links` to other stages."""
+    return CONTEXT + axis_groups * GROUP + stage_links * LINE + round(ROUNDING * needed)

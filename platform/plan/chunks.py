@@ -88,7 +88,7 @@ class Chunk:
         return frozenset(name for name, n in uses.items() if n > 1)
 
 
-class Recorded(NamedTuple):
+class RecordedChunk(NamedTuple):
     """Run of one model chunk under a recorder, and the activations that the chunk receives and sends; not yet
     planned."""
 
@@ -114,7 +114,7 @@ def record_chunks(
     count: int,
     sizes: Mapping[str, int],
     parts: Sequence[Sequence[str]] = (),
-) -> list[Recorded]:
+) -> list[RecordedChunk]:
     """Record a model's forward pass, without computing it, as `count` chunks of consecutive units of about equal cost,
     for the stages of a pipeline: at most as many as it has units (embedding, blocks, head). `recorder` makes a new
     Recorder; `sizes`: global sizes of the model's dims; `parts`: the units of every chunk, if they are given."""
@@ -125,7 +125,7 @@ def record_chunks(
         if () not in recorded:
             model.forward(ops, inputs)
             recorded[()] = ops, {}
-        return [Recorded(getattr(model, "units", ()), recorded[()][0])]
+        return [RecordedChunk(getattr(model, "units", ()), recorded[()][0])]
     units = getattr(model, "units", ("the model",))
     assert count <= len(units), "platform.predict.make_plan refuses it"
 
@@ -152,7 +152,7 @@ def record_chunks(
     for number, part in enumerate(parts, 1):
         receives = flow_specs(flow)
         ops, flow = record_part(flow, part, recorder())
-        chunks.append(Recorded(part, ops, receives, flow_specs(flow) if number < count else ()))
+        chunks.append(RecordedChunk(part, ops, receives, flow_specs(flow) if number < count else ()))
     return chunks
 
 

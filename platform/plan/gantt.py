@@ -107,13 +107,13 @@ def _draw_lane(label: str, y: int, height: int) -> Iterator[str]:
     yield f'<text x="{LEFT - 8}" y="{y + height / 2 + 3:g}" text-anchor="end">{escape(label)}</text>'
 
 
-def join_bars(bars: Sequence[Bar], least: float) -> Iterator[Bar]:
+def join_bars(bars: Sequence[Bar], min_seconds: float) -> Iterator[Bar]:
     """Yield the bars of a row of the Gantt chart, given by start, one kind after the other; bars of a kind within a
-    time of `least` are joined into one: a picture has no room for them, and a long step has very many."""
+    time of `min_seconds` are joined into one: a picture has no room for them, and a long step has very many."""
     for kind in BARS:
         group: list[Bar] = []
         for bar in [bar for bar in bars if bar.kind == kind] + [None]:
-            if group and (bar is None or bar.end - group[0].start >= least):
+            if group and (bar is None or bar.end - group[0].start >= min_seconds):
                 end, text = max(b.end for b in group), f"{len(group)} x {group[0].text}"
                 yield group[0] if len(group) == 1 else Bar(kind, group[0].start, end, "", text)
                 group = []

@@ -82,10 +82,10 @@ class ParameterPrefetcher(Generic[T]):
     of parameters are whole span by span (ZeRO-3), nothing beyond a span is started either.
     """
 
-    def __init__(self, plan: Plan, start: Callable[[Parameter, Conversion], T], on: bool = True):
+    def __init__(self, plan: Plan, start_gather: Callable[[Parameter, Conversion], T], on: bool = True):
         """Construct the starter of parameter gathers for all chunks of one stage's `plan`; arguments as in the
         class."""
-        self._start, self._coming = start, dict[tuple[Use, bool], list[T]]()
+        self._start, self._coming = start_gather, dict[tuple[Use, bool], list[T]]()
         self.again = False
         chunks = [list(find_fetches(chunk)) for chunk in plan.chunks]
         # chunks may share one (relative positions)
@@ -93,13 +93,13 @@ class ParameterPrefetcher(Generic[T]):
         chunks = [[fetch for fetch in fetches if times[fetch.use] == 1] for fetches in chunks]
         self._converted: Mapping[Use, Converted] = {f.use: f.converted for fetches in chunks for f in fetches}
         stops_at_spans = plan.zero == 3
-        self._forward = _Order.plan_order(chunks, within=stops_at_spans, on=on)
+        self._forward = _GatherOrder.plan_order(chunks, within_span=stops_at_spans, on=on)
         recomputes_blocks = (
             plan.recompute.kind == "full"
         )  # blocks; the inside of attention has no product of a parameter
-        self._within = _Order.plan_order(chunks, within=True, on=on and recomputes_blocks)
+        self._within = _GatherOrder.plan_order(chunks, within_span=True, on=on and recomputes_blocks)
         products = [[f for f in reversed(fetches) if f.again] for fetches in chunks]
-        self._backward = _Order.plan_order(products, within=stops_at_spans or recomputes_blocks, on=on)
+        self._backward = _GatherOrder.plan_order(products, within_span=stops_at_spans or recomputes_blocks, on=on)
 
     def __contains__(self, use: Use) -> bool:
         """Return True if collectives convert parameters for this `use`, an operation or a group of its einsums."""
@@ -111,28 +111,28 @@ class ParameterPrefetcher(Generic[T]):
         self._coming.clear()
         return unused
 
-    def take_parameters(self, use: Use, back: bool = False) -> list[T]:
+    def take_parameters(self, use: Use, in_backward: bool = False) -> list[T]:
         """Return the converted parameters for a `use` that is due, in flight since an earlier matrix product or started
-        now. `back`: True in the backward pass."""
-        self._start_gathers(self._order_of_pass(back).together[use], back)
-        return self._coming.pop((use, back))
+        now. `in_backward`: True in the backward pass."""
+        self._start_gathers(self._order_of_pass(in_backward).together[use], in_backward)
+        return self._coming.pop((use, in_backward))
 
-    def start_next_gathers(self, use: Use, back: bool = False) -> None:
+    def start_next_gathers(self, use: Use, in_backward: bool = False) -> None:
         """Start the parameter gathers to overlap with the matrix product of `use`, whose own operands have arrived."""
-        self._start_gathers(self._order_of_pass(back).then.get(use, ()), back)
+        self._start_gathers(self._order_of_pass(in_backward).then.get(use, ()), in_backward)
 
-    def _order_of_pass(self, back: bool) -> _Order:
+    def _order_of_pass(self, in_backward: bool) -> _GatherOrder:
         """Return the order of parameter gathers for the backward pass, a recomputed stretch, or the forward pass."""
-        return self._backward if back else self._within if self.again else self._forward
+        return self._backward if in_backward else self._within if self.again else self._forward
 
-    def _start_gathers(self, uses: Sequence[Use], back: bool) -> None:
-        """Start the gathers of parameters for `uses`, unless in flight already. `back`: True in the backward pass."""
+    def _start_gathers(self, uses: Sequence[Use], in_backward: bool) -> None:
+        """Start the gathers of parameters for `uses`, unless in flight; `in_backward`: True in the backward pass."""
         for use in uses:
-            if (use, back) not in self._coming:
-                self._coming[use, back] = [self._start(p, conversion) for p, conversion in self._converted[use]]
+            if (use, in_backward) not in self._coming:
+                self._coming[use, in_backward] = [self._start(p, conversion) for p, conversion in self._converted[use]]
 
 
-class _Order(NamedTuple):
+class _GatherOrder(NamedTuple):
     """Order of conversions in one direction: use -> the uses started with it if they are not under way, itself first;
     and use -> the uses started when it multiplies."""
 
@@ -140,9 +140,9 @@ class _Order(NamedTuple):
     then: Mapping[Use, Sequence[Use]]
 
     @classmethod
-    def plan_order(cls, chunks: Sequence[Sequence[Fetch]], within: bool, on: bool) -> _Order:
-        """Return the order in which parameters are gathered ahead of their use in several chunks. `within`: True to
-        start nothing beyond the span of the model (a block) that is running; `on`: False to start each gather only
+    def plan_order(cls, chunks: Sequence[Sequence[Fetch]], within_span: bool, on: bool) -> _GatherOrder:
+        """Return the order in which parameters are gathered ahead of their use in several chunks. `within_span`: True
+        to start nothing beyond the span of the model (a block) that is running; `on`: False to start each gather only
         where it is used."""
         if not on:
             return cls({f.use: (f.use,) for chunk_fetches in chunks for f in chunk_fetches}, {})
@@ -152,12 +152,12 @@ class _Order(NamedTuple):
             batches: list[list[Fetch]] = []
             for before, fetch in pairwise([None, *chunk_fetches]):
                 assert fetch
-                if before is None or before.multiplies or (within and before.span != fetch.span):
+                if before is None or before.multiplies or (within_span and before.span != fetch.span):
                     batches.append([])
                 batches[-1].append(fetch)
             for batch in batches:
                 together |= {f.use: tuple(g.use for g in batch[i:]) for i, f in enumerate(batch)}
             for batch, following in pairwise(batches):
-                if batch[-1].multiplies and not (within and batch[-1].span != following[0].span):
+                if batch[-1].multiplies and not (within_span and batch[-1].span != following[0].span):
                     then[batch[-1].use] = tuple(f.use for f in following)
         return cls(together, then)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
-from platform.plan.chunks import Chunk, RecordableModel, Recorded
+from platform.plan.chunks import Chunk, RecordableModel, RecordedChunk
 from platform.plan.layout import Layout, Mesh, pad_to_multiple
 from platform.plan.model_types import NO_RECOMPUTATION, Parameter, Spec
 from platform.plan.operations.attention import KeyValueCache
@@ -46,11 +46,11 @@ class PassShape:
     shared: bool = False
 
 
-def generation_scheme(scheme: Scheme, shared: bool = False, split: bool = False) -> Scheme:
+def generation_scheme(scheme: Scheme, shares_sequences: bool = False, split: bool = False) -> Scheme:
     """Return the scheme of layouts for a pass of generation: axes that split length in training split batch instead.
-    Where sequences are `shared`, axes of contexts split their keys and values in the core of attention, in consecutive
-    parts, and if `split`, length everywhere else."""
-    shared_axes = [axis for axis, _ in scheme.context] if shared else []
+    Where sequences are `shares_sequences`, axes of contexts split their keys and values in the core of attention, in
+    consecutive parts, and if `split`, length everywhere else."""
+    shared_axes = [axis for axis, _ in scheme.context] if shares_sequences else []
 
     def generation_layout(region: str, layout: Layout) -> Layout:
         """Return a region's layout in which the mesh axes that split length split batch instead, after its own."""
@@ -79,7 +79,7 @@ def cache_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
     return lcm(*(mesh.count_ranks(layout["memory_length"]) for layout in regions))
 
 
-def cache_capacity(plan: Plan, tokens: int, shared: bool = False) -> int:
+def pad_cache_length(plan: Plan, tokens: int, shared: bool = False) -> int:
     """Return the tokens of each text that a key-value cache for `tokens` of it has room for in passes of generation."""
     return pad_to_multiple(tokens, lcm(ROOM, cache_unit(plan.scheme, plan.mesh, shared)))
 
@@ -233,7 +233,7 @@ def _plan_chunk(
     microbatch = shape.batch // planner.num_replicas
     sends = tuple((name, x.spec) for name, x in activations.items() if x is not None)
     operations = plan_operations(planner, ops.operations, microbatch)
-    return Recorded(units, ops, receives, sends).build_chunk(number, stage, operations)
+    return RecordedChunk(units, ops, receives, sends).build_chunk(number, stage, operations)
 
 
 def pass_row(placement: Mapping[int, int], stage: int) -> tuple[Action, ...]:

@@ -26,7 +26,7 @@ NO_UNITS: Mapping[str, int] = MappingProxyType({})
 
 LENGTHS = ("length", "memory_length")  # dims along which the tokens of a sequence lie
 # rounds in which their pieces are dealt, and tokens of a piece, where documents hide keys and no key says how many
-# pieces: kernels are slower on shorter ones. With others, rows are packed in other orders: FORMAT of even_rows
+# pieces: kernels are slower on shorter ones. With others, rows are packed in other orders: FORMAT of `even_rows`
 MOST_ROUNDS, LEAST_PIECE = 8, 256
 
 
@@ -376,21 +376,23 @@ def pair_queries_with_keys(
     keys: Sequence[Stretch],
     causal: bool,
     window: int = 0,
-    halves: range = NONE,
+    halved_row_counts: range = NONE,
     block: int = 0,
-    begins: tuple[int, int] = (0, 0),
+    document_starts: tuple[int, int] = (0, 0),
 ) -> list[Pair]:
     """Return the pairs in which queries see keys. `queries`, `keys`: the global positions of two blocks, in their order
     in the block. With a `window`, a query sees so many keys, itself included, and is `causal`. `block`: the most rows,
-    and columns, of a pair, for masks and scores that have to be made, 0 for any number; `halves`: numbers of rows with
-    which a kernel is slower on a DIAGONAL one than on its parts. `begins`: positions at which the
+    and columns, of a pair, for masks and scores that have to be made, 0 for any number; `halved_row_counts`: numbers of
+    rows with which a kernel is slower on a DIAGONAL one than on its parts. `document_starts`: positions at which the
     first and the last of the queries' documents begin."""
     rows, columns = place_stretches(queries), place_stretches(keys)
     ahead = all(one.end <= other.first for one, other in zip(queries, queries[1:], strict=False))
-    if causal and list(queries) == list(keys) and ahead and not (block or window or begins[1]):
+    if causal and list(queries) == list(keys) and ahead and not (block or window or document_starts[1]):
         size = sum(q.size for q in queries)  # queries see the keys up to their own places, wherever these lie
         whole = Stretch(0, size)
-        return list(_halve_diagonals(Pair(whole, whole, DIAGONAL, queries[0].first, queries[0].first), halves))
+        return list(
+            _halve_diagonals(Pair(whole, whole, DIAGONAL, queries[0].first, queries[0].first), halved_row_counts)
+        )
     if causal:
         borders = sorted({p for _, s in (*rows, *columns) for p in (s.first, s.end)})
         rows, columns = ([x for x in pieces for x in _cut_at_borders(*x, borders)] for pieces in (rows, columns))
@@ -399,18 +401,18 @@ def pair_queries_with_keys(
     pieces = []
     for row, q in rows:
         # the first key that one of the queries sees, and that all see if none lies ahead of them
-        first_seen, common_start = begins
+        first_seen, common_start = document_starts
         if window:
             first_seen, common_start = max(first_seen, q.first - window + 1), max(common_start, q.end - window)
         for column, k in columns:
             first = max(k.first, first_seen)
             seen = Stretch(first, (min(k.end, q.end) if causal else k.end) - first)
             if seen.size > 0:
-                relation = _relate_stretches(q, seen, causal, common_start)
+                relation = _relate_queries_to_keys(q, seen, causal, common_start)
                 places = Stretch(row, q.size), Stretch(column + first - k.first, seen.size)
                 pieces.append(Pair(*places, relation, q.first, first))
     pieces = pieces if block else _merge_neighbours(pieces)
-    return [part for pair in pieces for part in _halve_diagonals(pair, halves)]
+    return [part for pair in pieces for part in _halve_diagonals(pair, halved_row_counts)]
 
 
 def _halve_diagonals(pair: Pair, halves: range) -> Iterator[Pair]:
@@ -451,7 +453,7 @@ def _cut_at_borders(offset: int, stretch: Stretch, borders: Sequence[int]) -> It
         yield offset + first - stretch.first, Stretch(first, end - first)
 
 
-def _relate_stretches(q: Stretch, k: Stretch, causal: bool, common_start: int) -> str:
+def _relate_queries_to_keys(q: Stretch, k: Stretch, causal: bool, common_start: int) -> str:
     """Return what queries at `q` see of keys at `k`, each of which one sees; all see those behind, from `common_start`
     on."""
     if not causal or (k.end <= q.first + 1 and k.first >= common_start):

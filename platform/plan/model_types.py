@@ -9,7 +9,7 @@ Data tensors (token ids, labels) are named tensors of integers [length, batch] w
 rank loads the block that an operation needs, so data never travels between ranks.
 
 Functions that operations apply are data too: pointwise ones by name, `RotaryScaling`, `Router`, `LabelLoss`; and so are
-the kernels of fused attention, of which `choose_kernel` chooses one.
+the kernels of fused attention, of which `resolve_auto_kernel` chooses one.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ class Parameter:
     turned: bool = False
 
     @property
-    def stack_dims(self) -> int:
+    def num_stack_dims(self) -> int:
         """Return how many first dims number matrices, or vectors, of which each is one to an optimizer: experts. A
         router's are the outputs of one matrix."""
         return int(self.dims[:1] == ("experts",) and self.role != "vector")
 
     @property
-    def row_dims(self) -> int:
+    def num_row_dims(self) -> int:
         """Return how many dims come before the columns of a matrix: its rows, and what numbers matrices."""
-        return len(self.dims) - 1 if self.role == "in" else self.stack_dims + 1
+        return len(self.dims) - 1 if self.role == "in" else self.num_stack_dims + 1
 
     def shape_as_matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Return (number, rows, columns) of the matrices in a block of `shape`: outputs are rows, inputs columns."""
-        stack, row = self.stack_dims, self.row_dims
+        stack, row = self.num_stack_dims, self.num_row_dims
         return prod(shape[:stack]), prod(shape[stack:row]), prod(shape[row:])
 
     @property
@@ -305,7 +305,7 @@ def reason_against_kernel(kernel: str, device: str, traits: AttentionTraits) -> 
     return next((why for refuses, why in rules if refuses(traits)), "")
 
 
-def choose_kernel(kernel: str, device: str, traits: AttentionTraits) -> str:
+def resolve_auto_kernel(kernel: str, device: str, traits: AttentionTraits) -> str:
     """Return the kernel that computes an attention on a kind of device: the named one, or torch's under `auto`."""
     if kernel != AUTO:
         return kernel

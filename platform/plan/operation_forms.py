@@ -58,7 +58,7 @@ class Spread(NamedTuple):
     only: frozenset[str] = frozenset()
 
     @classmethod
-    def apply_layout(cls, dims: Iterable[str], layout: Layout) -> Spread:
+    def build_from_layout(cls, dims: Iterable[str], layout: Layout) -> Spread:
         """Return the spread of a tensor with dims `dims` in `layout`."""
         return cls({d: layout[d] for d in dims}, frozenset(layout.partial), frozenset(layout.only))
 
@@ -115,7 +115,7 @@ def apply_step(spread: Spread, step: Step) -> Spread:
     if step.op in LENDING:
         if spread.split.get("experts", ()) != step.axes:
             raise Unsound(f"{move} takes experts that {join_axis_names(spread.axes)} splits")
-        _check_only(step, spread.only)
+        _check_ranks_of_step(step, spread.only)
         return spread
     axes, (before, becomes) = step.axes, BECOMES[step.op]
     split, partial, only, dims = dict(spread.split), set(spread.partial), set(spread.only), list(spread.split)
@@ -134,7 +134,7 @@ def apply_step(spread: Spread, step: Step) -> Spread:
         split[dim] = remaining
     partial.difference_update(axes)
     only.difference_update(axes)
-    _check_only(step, only)
+    _check_ranks_of_step(step, only)
     if becomes == SPLIT:
         split[dims[step.dim]] = (*split[dims[step.dim]], *axes)
     elif becomes == PARTIAL:
@@ -144,7 +144,7 @@ def apply_step(spread: Spread, step: Step) -> Spread:
     return Spread(split, frozenset(partial), frozenset(only))
 
 
-def _check_only(step: Step, only: Set[str]) -> None:
+def _check_ranks_of_step(step: Step, only: Set[str]) -> None:
     """Raise Unsound for a step that ranks take elsewhere than at index 0 of the axes `only`, where the tensor is."""
     if set(step.only) != only:
         move = f"{step.op} over {join_axis_names(step.axes)}"
@@ -261,7 +261,7 @@ def _operands_and_output(planned: PlannedOperation) -> tuple[list[Operand], Conv
 def _id_activation_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of an activation that is made of ids, where it lies."""
     out = planned.operation.outputs[0]
-    yield Form((), out, given=[Spread.apply_layout(out.dims, plan.layout(out))])
+    yield Form((), out, given=[Spread.build_from_layout(out.dims, plan.layout(out))])
 
 
 def _lookup_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -277,7 +277,7 @@ def _position_bias_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form
     """Yield the form of a bias of positions: a sum over batch, though no rank sees it, for its table's gradient."""
     scores, table = planned.operation.inputs
     (conversion,) = planned.conversions
-    spread = Spread.apply_layout(scores.dims, plan.layout(scores))
+    spread = Spread.build_from_layout(scores.dims, plan.layout(scores))
     yield Form((Operand(table, conversion),), planned.operation.outputs[0], given=[spread])
 
 
@@ -321,7 +321,7 @@ def _ring_attention_forms(plan: Plan, planned: PlannedOperation) -> Iterator[For
     memory_of = _dim_renamer({"length": "memory_length"})
     sinks = [o for o in _operands_and_output(planned)[0] if o.tensor in planned.operation.parameters]
     operands = [Operand(query), *(Operand(m, renamed=memory_of, around=ring_axes) for m in memory), *sinks]
-    sent = sum(_count_memory_elements(plan, planned.operation.name, m) for m in memory)
+    sent = sum(_count_key_value_elements(plan, planned.operation.name, m) for m in memory)
     # keys and values twice, gradients once
     hops = ["forward", "backward", "backward"] * (plan.mesh.count_ranks(ring_axes) - 1)
     of_groups = planned.operation["shared"] and plan.planner.cut_units
@@ -331,14 +331,14 @@ def _ring_attention_forms(plan: Plan, planned: PlannedOperation) -> Iterator[For
     yield Form(operands, out, whole=("memory_length", "d_kv"), beside=beside)
 
 
-def _count_memory_elements(plan: Plan, name: str, memory: Spec | Parameter) -> int:
+def _count_key_value_elements(plan: Plan, name: str, keys_or_values: Spec | Parameter) -> int:
     """Return the elements of a rank's keys or values in the attention `name`, of KV heads if it has whole groups."""
-    elements = prod(plan.local_shape(memory))
+    elements = prod(plan.local_shape(keys_or_values))
     if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))):
         return elements
     kv, heads_per_group = expanded.operation.inputs[0], plan.sizes["heads"] // plan.sizes["kv_heads"]
     groups = plan.local_shape(kv)[kv.dims.index("kv_heads")]
-    heads = plan.local_shape(memory)[memory.dims.index("heads")]
+    heads = plan.local_shape(keys_or_values)[keys_or_values.dims.index("heads")]
     return elements // heads_per_group if heads == groups * heads_per_group else elements
 
 
@@ -421,7 +421,7 @@ def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
     enter, weight_conversion, leave = planned.conversions
     assert isinstance(y, Spec)
-    weight_spread = Spread.apply_layout(weights.dims, plan.layout(weights))
+    weight_spread = Spread.build_from_layout(weights.dims, plan.layout(weights))
     for step in weight_conversion.forward:
         weight_spread = apply_step(weight_spread, step)
     holding = _axes_holding_experts(plan, y, enter)

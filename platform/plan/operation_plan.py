@@ -2,7 +2,7 @@
 bytes that each collective moves, by the counting conventions of docs/contract.md (`traffic_bytes`).
 
 `OffloadedActivation` is in host memory from the forward pass of a block to its backward pass. `loss_chunk_rows` and
-`computes_gradients_at_once` settle how a loss over vocab is computed in chunks of tokens.
+`computes_gradients_in_forward` settle how a loss over vocab is computed in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def loss_chunk_rows(rows: int, columns: int) -> int:
     return max(1, min(rows, max(_ELEMENTS // columns, min(-(-rows // _CHUNKS), _LARGEST // columns))))
 
 
-def computes_gradients_at_once(
+def computes_gradients_in_forward(
     product: PlannedOperation, loss: PlannedOperation, rows: int, columns: int, width: int, wide: bool
 ) -> bool:
     """Return True if the forward pass of a product and the cross-entropy of its result (`rows` tokens, `columns` of

@@ -116,7 +116,7 @@ class Plan:
         return [*(self.shorter[length] for length in sorted(self.shorter)), self]
 
     @cached_property
-    def load_balancing_routes(self) -> dict[str, PlannedOperation]:
+    def load_dependent_routes(self) -> dict[str, PlannedOperation]:
         """Map the name of each layer with states or lent experts to its routing, whose load changes these."""
         routes = {name: o for (kind, name), o in self.operations.items() if kind == Ops.route.kind}
         return {name: o for name, o in routes.items() if o.operation.states or self.scheme.lent}
@@ -277,7 +277,7 @@ class Plan:
         add = [Step("all_reduce", summed_axes, only=bucket.only)] if summed_axes else []
         return (scatter, add) if bucket.zero >= 2 else ([], scatter + add)
 
-    def adds_gradients_at_once(self, bucket: Bucket, device: str) -> bool:
+    def adds_gradients_into_sums(self, bucket: Bucket, device: str) -> bool:
         """Return True if kernels on a kind of `device` add gradients straight to the sums of a bucket."""
         return bucket.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
 
@@ -292,7 +292,7 @@ class Plan:
 
     def matrix_layout(self, p: Parameter) -> Layout:
         """Return the layout in which each rank has whole matrices of a parameter: of experts its own."""
-        return self.layout(p).restrict_dims(p.dims[: p.stack_dims])
+        return self.layout(p).restrict_dims(p.dims[: p.num_stack_dims])
 
     @cached_property
     def buckets_by_chunk_span(self) -> dict[int, list[tuple[Bucket, ...]]]:
@@ -339,7 +339,7 @@ class Plan:
         """Return the mesh coordinates of an example worker outside of sub-grid 0, which holds less than others where
         D&SP-cSub keeps the common layers of a model on sub-grid 0 alone (index 0 along the branch axes); None if every
         worker of a stage has a block of all its tensors."""
-        only = self.scheme.sub_grid_zero
+        only = self.scheme.sub_grid_zero_axes
         return {a: int(a in only) for a in self.mesh.axes} if only else None
 
     @cached_property

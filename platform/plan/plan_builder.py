@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from platform.plan.chunks import Chunk, RecordableModel, Recorded, record_chunks
+from platform.plan.chunks import Chunk, RecordableModel, RecordedChunk, record_chunks
 from platform.plan.layout import Mesh, pad_to_multiple
 from platform.plan.model_types import AUTO, NO_RECOMPUTATION, PLAIN, LabelLoss, Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import PlannedOperation
@@ -116,7 +116,7 @@ def _record_model(
     count: int,
     parameters: Sequence[Parameter],
     parts: Sequence[Sequence[str]],
-) -> list[Recorded]:
+) -> list[RecordedChunk]:
     """Record a model's forward pass as `count` chunks, of the units `parts` if given, and check that it uses each of
     its declared `parameters`."""
     declared = {p.name: p for p in parameters}
@@ -159,7 +159,7 @@ def _plan_model(
     replanned = {(kind, name) for name, kind, _ in reduced_at_use}
     opens = [o for o in operations if any(isinstance(t, Spec) and t.open for t in (*o.inputs, *o.outputs))]
     # what one leaves, the one before may too
-    while (open_sums := _find_open_sums(planner, planned)) != planner.open_sums:
+    while (open_sums := _find_deferred_sums(planner, planned)) != planner.open_sums:
         planner = replace(planner, open_sums=open_sums)
         planned |= plan_operations(planner, opens, microbatch)
     planned |= plan_operations(planner, [o for o in operations if (o.kind, o.name) in replanned], microbatch)
@@ -188,7 +188,7 @@ def _find_reductions(planner: Planner, operations: Sequence[Operation]) -> tuple
     return reductions, at_use
 
 
-def _find_open_sums(planner: Planner, planned: PlannedOperations) -> dict[Spec, tuple[str, ...]]:
+def _find_deferred_sums(planner: Planner, planned: PlannedOperations) -> dict[Spec, tuple[str, ...]]:
     """Return, by type of activation, the axes of the sums of it or of its gradient (`Spec.open`) that every operation
     which would take them leaves to another one; those left already (`planner.open_sums`) among them."""
     sums: dict[Spec, list[set[str]]] = defaultdict(list)
@@ -238,18 +238,18 @@ def _known_operations(planner: Planner) -> dict[tuple, PlannedOperation]:
     # a plan is first made of a few layers, and a search makes many plans on one mesh
     if type(planner) is not Planner:  # another rule, of passes of generation
         return {}
-    return _operation_table(repr((planner.mesh, planner.scheme, sorted(planner.sizes.items()), planner.open_sums)))
+    return _find_operation_cache(repr((planner.mesh, planner.scheme, sorted(planner.sizes.items()), planner.open_sums)))
 
 
 @lru_cache(maxsize=64)
-def _operation_table(planner: str) -> dict[tuple, PlannedOperation]:
+def _find_operation_cache(planner: str) -> dict[tuple, PlannedOperation]:
     """Return an empty table of planned operations, the same one for a description of the same planner."""
     return {}
 
 
 def forget_planned() -> None:
     """Forget the operations that planners of this process have planned, as if the rule had changed."""
-    _operation_table.cache_clear()
+    _find_operation_cache.cache_clear()
 
 
 def _warnings_of_repeated_work(mesh: Mesh, operations: PlannedOperations, sizes: Mapping[str, int]) -> Iterator[str]:

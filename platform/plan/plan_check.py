@@ -75,7 +75,7 @@ class Walk:
 
     def _check_form(self, planned: PlannedOperation, form: Form) -> set[str]:
         """Check one form of a planned operation. Return the axes that split what it computes."""
-        entered = [self._enter_operand(operand) for operand in form.operands]
+        entered = [self._convert_operand_spread(operand) for operand in form.operands]
         read = [(o.renamed(s), tensor_title(o.tensor)) for o, s in zip(form.operands, entered, strict=True)]
         partial = [spread.partial if form.linear else frozenset[str]() for spread in entered]
         spreads = [(spread, "what it makes") for spread in form.given]
@@ -97,11 +97,11 @@ class Walk:
             self._check_gradient(operand, spread._replace(partial=frozenset(others - spread.axes)))
         return axes
 
-    def _enter_operand(self, operand: Operand) -> Spread:
+    def _convert_operand_spread(self, operand: Operand) -> Spread:
         """Return the spread in which an operand is read, converted for the operation."""
         tensor, conversion = operand.tensor, operand.conversion
         _check_dtype(tensor, conversion)
-        _check_pieces(tensor, conversion, self._plan.scheme)
+        _check_zigzag_pieces(tensor, conversion, self._plan.scheme)
         phases = () if operand.shared else (FORWARD, BACKWARD) if operand.regathered else (FORWARD,)
         lying, sizes = self._spread_of_tensor(tensor)
         spread = self._follow_steps(tensor, lying, conversion.forward, phases, tensor_title(tensor))
@@ -119,7 +119,7 @@ class Walk:
         return the axes over which the gradient is partial then."""
         lying, _ = self._spread_of_tensor(out)
         _check_dtype(out, output)
-        _check_pieces(out, output, self._plan.scheme)
+        _check_zigzag_pieces(out, output, self._plan.scheme)
         reached = self._follow_steps(out, result._replace(partial=partial), output.forward, (FORWARD,), f"result {out}")
         if mismatch := describe_difference(reached, lying):
             raise Unsound(f"result {out} {mismatch}")
@@ -162,7 +162,7 @@ class Walk:
             if rows := isinstance(tensor, Spec) and "rows" in tensor.dims:
                 region_layout = self._plan.scheme.activation_layout(tensor.region, spread_dims(tensor))
                 layout = replace(region_layout, partial=layout.partial)
-            spread = Spread.apply_layout(spread_dims(tensor), layout)
+            spread = Spread.build_from_layout(spread_dims(tensor), layout)
             planner = self._plan.planner
             sizes = {d: (n, planner.cut_units.get(d, 1)) for d, n in planner.tensor_sizes(tensor).items()}
             self._lying[tensor] = known = sort_axes(spread) if rows else spread, sizes
@@ -252,7 +252,7 @@ def _check_dtype(tensor: Tensor, conversion: Conversion) -> None:
         raise Unsound(f"{tensor_title(tensor)} moves in the {conversion.dtype} type, and it is of the {dtype} type")
 
 
-def _check_pieces(tensor: Tensor, conversion: Conversion, scheme: Scheme) -> None:
+def _check_zigzag_pieces(tensor: Tensor, conversion: Conversion, scheme: Scheme) -> None:
     """Raise Unsound for a step of a conversion that takes pieces of a length in another order than ranks have them."""
     for step in (*conversion.forward, *conversion.backward):
         at = [i for i, d in enumerate(tensor.dims) if d in LENGTHS and step.moves_dim(i) and scheme.zigzag in step.axes]
@@ -318,7 +318,7 @@ def find_unsoundness(plan: Plan) -> list[str]:
     operation, the tensor and the axis; [] for a sound plan, which has all stages."""
     lines = [f"at {n} tokens: {line}" for n, shorter in plan.shorter.items() for line in find_unsoundness(shorter)]
     checks = _violations_of_tensors, _violations_of_losses, _violations_of_parameters, _violations_of_buckets
-    lines += [line for check in (*checks, _violations_of_flows) for line in check(plan)]
+    lines += [line for check in (*checks, _violations_of_chunk_flows) for line in check(plan)]
     walk = Walk(plan)
     for chunk in plan.chunks:
         for (kind, name), planned in chunk.operations.items():
@@ -421,7 +421,7 @@ def _axes_after_reduction(plan: Plan, bucket: Bucket) -> tuple[str, ...]:
     return sharded.split["elements"]
 
 
-def _violations_of_flows(plan: Plan) -> Iterator[str]:
+def _violations_of_chunk_flows(plan: Plan) -> Iterator[str]:
     """Yield a line per activation that a chunk does not get as the one before sends it, or that ranks take for equal
     and it is not; and per matrix that is not whole for its update."""
     for before, chunk in pairwise(plan.chunks):
@@ -430,7 +430,7 @@ def _violations_of_flows(plan: Plan) -> Iterator[str]:
     shared = [(spec, plan.scatter_axes(spec)) for c in plan.chunks for _, spec in c.sends]
     shared += [(spec, plan.recompute_axes(spec)) for c in plan.chunks for spec in c.kept]
     for spec, axes in dict.fromkeys(shared):
-        spread = Spread.apply_layout(spec.dims, plan.layout(spec))
+        spread = Spread.build_from_layout(spec.dims, plan.layout(spec))
         for axis in axes:
             if spread.kind_along_axis(axis) != WHOLE:
                 state = spread.describe_axis(axis)
@@ -442,12 +442,12 @@ def _violations_of_flows(plan: Plan) -> Iterator[str]:
 
 def _violations_of_matrix_gather(plan: Plan, p: Parameter) -> Iterator[str]:
     """Yield a line if a parameter that is updated as a whole matrix is not whole then."""
-    spread = Spread.apply_layout(p.dims, plan.layout(p))
+    spread = Spread.build_from_layout(p.dims, plan.layout(p))
     try:
         for step in plan.matrix_gather_steps(p):
             spread = apply_step(spread, step)
     except Unsound as error:
         yield f"{p.name}: {error}"
         return
-    if mismatch := describe_difference(spread, Spread.apply_layout(p.dims, plan.matrix_layout(p))):
+    if mismatch := describe_difference(spread, Spread.build_from_layout(p.dims, plan.matrix_layout(p))):
         yield f"{p.name}: the matrix that is updated {mismatch}"

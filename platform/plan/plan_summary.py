@@ -75,7 +75,7 @@ def describe(plan: Plan) -> str:
     dims = [d for d in split if d in plan.sizes and any(plan.scheme.regions[r][d] for r in regions)]
     rows = [["region", *dims]] + [[r, *("+".join(plan.scheme.regions[r][d]) or "-" for d in dims)] for r in regions]
     head, *rest = rows
-    if zero := "+".join(plan.scheme.sub_grid_zero):
+    if zero := "+".join(plan.scheme.sub_grid_zero_axes):
         rows = [[*head, "only at"], *([*row, f"{zero}=0" if plan.scheme.regions[row[0]].only else "-"] for row in rest)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -88,8 +88,11 @@ def describe(plan: Plan) -> str:
         *(f"  attention       {n} in kernel {kernel}" for kernel, n in count_kernels(plan).items() if kernel != AUTO),
         step,
         moved,
-        *_evenness_of_work(plan),
-        *(f"  {f'at length {length}':<16}{_cost_of_step(shorter)}" for length, shorter in plan.shorter.items()),
+        *_format_attention_balance(plan),
+        *(
+            f"  {f'at length {length}':<16}{_describe_shorter_steps(shorter)}"
+            for length, shorter in plan.shorter.items()
+        ),
         *(f"  warning         {w}" for w in plan.warnings),
     ]
     return "\n".join(lines)
@@ -97,7 +100,7 @@ def describe(plan: Plan) -> str:
 
 def _lines_of_totals(plan: Plan) -> tuple[str, str, str, str]:
     """Return the lines of a plan's description on its mesh, its parameters, its step and its communication."""
-    moved, zero = communication(plan), "+".join(plan.scheme.sub_grid_zero)
+    moved, zero = communication(plan), "+".join(plan.scheme.sub_grid_zero_axes)
     largest = sorted(moved.items(), key=lambda kv: -kv[1])[:4]
     traffic = ", ".join(f"{k} {format_number(v)}B" for k, v in largest) or "none"
     more = f", and {len(moved) - 4} more" if len(moved) > 4 else ""
@@ -109,9 +112,9 @@ def _lines_of_totals(plan: Plan) -> tuple[str, str, str, str]:
         f"plan  {format_count(plan.mesh.world_size, 'worker')} = {plan.mesh}; tensor "
         f"scheme {plan.scheme.name}; {plan.precision}",
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
-        + _sharding_words(plan),
+        + _describe_sharding(plan),
         f"  step            {plan.tokens_per_step:,} tokens in {format_count(plan.microbatches, 'microbatch')}"
-        f"{_padding_words(plan)}; {format_number(plan.flops_per_token * plan.tokens_per_step)}FLOP",
+        f"{_describe_padding(plan)}; {format_number(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {most}{format_number(sum(moved.values()))}B per step: {traffic}{more}",
     )
 
@@ -123,7 +126,7 @@ def head_lines(plan: Plan, most: int) -> list[str]:
     return [*_lines_of_totals(plan), *shown, *more]
 
 
-def _evenness_of_work(plan: Plan) -> list[str]:
+def _format_attention_balance(plan: Plan) -> list[str]:
     """Return the line of a plan's description on how evenly ranks that share sequences divide attention, if any do."""
     if not (share := attention_imbalance(plan)):
         return []
@@ -132,7 +135,7 @@ def _evenness_of_work(plan: Plan) -> list[str]:
     return [line if pieces == 2 else f"{line}; {pieces} pieces each"]
 
 
-def _cost_of_step(plan: Plan) -> str:
+def _describe_shorter_steps(plan: Plan) -> str:
     """Return what steps of shorter sequences cost, for the description of a plan: FLOP, and bytes communicated."""
     moved = sum(communication(plan).values())
     return f"{format_number(plan.flops_per_token * plan.tokens_per_step)}FLOP and {format_number(moved)}B per step"
@@ -157,14 +160,14 @@ def _stage_lines(plan: Plan) -> list[tuple[str, str]]:
     return [stage_line(0), stage_line(1), ("...", f"{plan.num_stages - 3} more"), stage_line(plan.num_stages - 1)]
 
 
-def _padding_words(plan: Plan) -> str:
+def _describe_padding(plan: Plan) -> str:
     """Return the words on a step's padding sequences for the description, with its replicas; "" without padding."""
     dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.num_replicas
     over = f" x {replicas} replicas" if replicas > 1 else ""
     return f"{over}, {dealt - plan.sequences} of {dealt} sequences are padding" if dealt > plan.sequences else ""
 
 
-def _sharding_words(plan: Plan) -> str:
+def _describe_sharding(plan: Plan) -> str:
     """Return the words on the sharding of parameters or their updates (ZeRO) for the description; "" for none."""
     if not plan.sharded:
         return ""

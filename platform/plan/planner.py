@@ -149,10 +149,10 @@ class Planner:
 
     def find_cuts(self, tensor: Tensor, layout: Layout) -> Cuts:
         """Return how the dims of a tensor are cut in `layout` whose blocks differ."""
-        dim_cuts = ((i, self._cut_dim(tensor, d, layout[d])) for i, d in enumerate(tensor.dims))
+        dim_cuts = ((i, self._find_cut_of_dim(tensor, d, layout[d])) for i, d in enumerate(tensor.dims))
         return tuple((i, cut) for i, cut in dim_cuts if cut)
 
-    def _cut_dim(self, tensor: Tensor, dim: str, axes: Sequence[str]) -> Cut | None:
+    def _find_cut_of_dim(self, tensor: Tensor, dim: str, axes: Sequence[str]) -> Cut | None:
         """Return how a tensor's `dim` is cut by `axes`, None if into equal blocks."""
         if not self.scheme.uneven:
             return None
@@ -220,7 +220,9 @@ class Planner:
                 dim = tensor.dims[step.dim]
                 now[dim] += step.axes
                 moved[dim] = now[dim]
-            dim_cuts = ((tensor.dims.index(d), self._cut_dim(tensor, d, axes or now[d])) for d, axes in moved.items())
+            dim_cuts = (
+                (tensor.dims.index(d), self._find_cut_of_dim(tensor, d, axes or now[d])) for d, axes in moved.items()
+            )
             out.append(replace(step, cuts=tuple((i, cut) for i, cut in dim_cuts if cut)))
         return tuple(out)
 

@@ -110,18 +110,18 @@ class Scheme:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
         if role in STATES:
             return Layout.build_canonical({})
-        name = _role_of_experts(role) if "experts" in dims and role != "vector" else role
+        name = _name_role_of_experts(role) if "experts" in dims and role != "vector" else role
         return Layout.build_canonical(self.parameters[name].restrict_dims(dims), self.parameters_only)
 
     @property
-    def sub_grid_zero(self) -> tuple[str, ...]:
+    def sub_grid_zero_axes(self) -> tuple[str, ...]:
         """Return the branch axes at whose index 0 alone some tensors exist (D&SP-cSub keeps its common layers on
         sub-grid 0); () if every rank has a block of all."""
         only_axes = {a for layout in self.regions.values() for a in layout.only} | set(self.parameters_only)
         return tuple(a for a in self.branches if a in only_axes)
 
 
-def _role_of_experts(role: str) -> str:
+def _name_role_of_experts(role: str) -> str:
     """Return the name under which a scheme has the layout of experts' parameters of a role."""
     return f"experts {role}"
 
@@ -181,7 +181,7 @@ def _role_rules(tensor: Mapping[str, Any], branch: Mapping[str, Any], whole: Seq
     """Return by role the map from dims of parameters to mesh axes; `whole`: axes that divide whole experts."""
     rules_by_role = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
     roles = {r: _add_branch_axes(branch, "parameters", rules) for r, rules in rules_by_role.items()}
-    return {**roles, **{_role_of_experts(r): _add_expert_axes(roles[r], whole) for r in ("in", "out")}}
+    return {**roles, **{_name_role_of_experts(r): _add_expert_axes(roles[r], whole) for r in ("in", "out")}}
 
 
 def _add_context_axes(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -260,16 +260,17 @@ def compose_scheme(
 Lent = tuple[tuple[int, ...], ...]  # for each rank of a group, the experts of others that it computes too, in order
 
 
-def lent_experts(load: Sequence[int], ranks: int, seats: int) -> Lent:
-    """Return for each of `ranks`, which have the experts in equal blocks, up to `seats` experts of others that it
-    computes too. `load`: tokens that chose each expert; an expert's are dealt evenly to the ranks that compute it.
+def lent_experts(load: Sequence[int], ranks: int, max_lent_per_rank: int) -> Lent:
+    """Return for each of `ranks`, which have the experts in equal blocks, up to `max_lent_per_rank` experts of others
+    that it computes too. `load`: tokens that chose each expert; an expert's are dealt evenly to the ranks that compute
+    it.
 
     The busiest rank lends its busiest expert to the idlest rank with a free seat, as long as both are then less busy
     than it was. Example: lent_experts((6, 1, 1, 2), 2, 1) = ((3,), (0,)): 7 and 3 tokens become 5 and 5."""
     block_size = len(load) // ranks
     at = {expert: [expert // block_size] for expert in range(len(load))}
     lent: list[list[int]] = [[] for _ in range(ranks)]
-    while loan := _next_loan(load, at, [rank for rank in range(ranks) if len(lent[rank]) < seats], ranks):
+    while loan := _next_loan(load, at, [rank for rank in range(ranks) if len(lent[rank]) < max_lent_per_rank], ranks):
         expert, rank = loan
         at[expert].append(rank)
         lent[rank].append(expert)
@@ -283,18 +284,20 @@ def lent_by_layer(layers: Sequence[str], loads: Sequence[float], scheme: Scheme)
     return {name: lent_experts(load, scheme.experts, scheme.lent) for name, load in zip(layers, by_layer, strict=True)}
 
 
-def _next_loan(load: Sequence[int], at: dict[int, list[int]], free: list[int], ranks: int) -> tuple[int, int] | None:
+def _next_loan(
+    load: Sequence[int], ranks_by_expert: dict[int, list[int]], free: list[int], ranks: int
+) -> tuple[int, int] | None:
     """Return the next expert to lend, and the rank, one of the `free`, that takes it; None if that helps no more.
-    `at`: the ranks that compute each expert."""
+    `ranks_by_expert`: the ranks that compute each expert."""
     busy = [0.0] * ranks
-    for expert, holders in at.items():
+    for expert, holders in ranks_by_expert.items():
         for rank in holders:
             busy[rank] += load[expert] / len(holders)
     busiest = max(range(ranks), key=lambda rank: (busy[rank], -rank))
-    busiest_experts = (expert for expert, holders in at.items() if busiest in holders and load[expert])
-    for expert in sorted(busiest_experts, key=lambda expert: (-load[expert] / len(at[expert]), expert)):
-        share = load[expert] / (len(at[expert]) + 1)
-        takers = [rank for rank in free if rank not in at[expert] and busy[rank] + share < busy[busiest]]
+    busiest_experts = (expert for expert, holders in ranks_by_expert.items() if busiest in holders and load[expert])
+    for expert in sorted(busiest_experts, key=lambda expert: (-load[expert] / len(ranks_by_expert[expert]), expert)):
+        share = load[expert] / (len(ranks_by_expert[expert]) + 1)
+        takers = [rank for rank in free if rank not in ranks_by_expert[expert] and busy[rank] + share < busy[busiest]]
         if takers:
             return expert, min(takers, key=lambda rank: (busy[rank], rank))
     return None
@@ -369,8 +372,8 @@ def raise_model_mistakes(model: Any) -> Iterator[None]:
     except (ModelMistake, MemoryError):
         raise
     except (Exception, SystemExit, GeneratorExit) as error:
-        user_frames = [(f, line) for f, line in walk_tb(error.__traceback__) if not _is_ours(_module_of_frame(f))]
-        if _is_ours(model.__module__) or not user_frames:
+        user_frames = [(f, line) for f, line in walk_tb(error.__traceback__) if not _is_own_module(_module_of_frame(f))]
+        if _is_own_module(model.__module__) or not user_frames:
             raise
         try:
             text = " ".join(str(error).split())
@@ -386,7 +389,7 @@ def _module_of_frame(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def _is_ours(module: str) -> bool:
+def _is_own_module(module: str) -> bool:
     """Return True if a module on the stack belongs to this package, and so is not a user's model."""
     return module.startswith("platform.") or module == "contextlib"
 
@@ -397,7 +400,7 @@ def _find_call_place() -> str:
     stack = (frame for frame, _ in walk_stack(sys._getframe(2)))
     frames = list(takewhile(lambda f: _module_of_frame(f) != "platform.plan.chunks", stack))  # the caller of the model
     models = [f for f in frames if not _module_of_frame(f).startswith("platform.plan")]
-    caller = next((f for f in models if not _is_ours(_module_of_frame(f))), (models or frames)[0])
+    caller = next((f for f in models if not _is_own_module(_module_of_frame(f))), (models or frames)[0])
     return _format_place(caller, caller.f_lineno)
 
 

@@ -340,7 +340,7 @@ class StageMessages:
 
 def makespan_over_links(messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
     """Return the seconds of a schedule's step, given the seconds of (stage, action)."""
-    return _Step(messages, schedule, seconds).run_step()
+    return _LinkSimulation(messages, schedule, seconds).run_step()
 
 
 @dataclass
@@ -364,7 +364,7 @@ class _Message:
     left: float
 
 
-class _Step:
+class _LinkSimulation:
     """Step of a schedule as it is simulated, from one end of a computation or message to the next."""
 
     def __init__(self, messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]):

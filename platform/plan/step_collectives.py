@@ -3,7 +3,7 @@ the kernels of its fused attentions.
 
 - Counting: of ranks that have the same numbers, one counts them in sums over all ranks (`counts_at`).
 - Factored second moments (Adafactor): sums over ranks of squares by row and by column (`factor_collectives`).
-- Fused attentions: which kernels can compute them, and which ones torch chooses itself (`settle_kernels`).
+- Fused attentions: which kernels can compute them, and which ones torch chooses itself (`resolve_auto_kernels`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from platform.plan.chunks import Bucket, Chunk, buckets_to_gather
-from platform.plan.model_types import AttentionTraits, Parameter, Spec, choose_kernel
+from platform.plan.model_types import AttentionTraits, Parameter, Spec, resolve_auto_kernel
 from platform.plan.operation_plan import Collective, PlannedOperation, collective_label
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
@@ -140,7 +140,7 @@ def _collectives_between_chunks(plan: Plan) -> Iterator[tuple[str, Collective, i
             for stages in ((other, owner), (owner, other)):
                 yield f"tied {name}", c, 1, stages
     if world := plan.mesh.order_axes(plan.mesh.axes):
-        loads = len(plan.load_balancing_routes) * plan.sizes.get("experts", 0)
+        loads = len(plan.load_dependent_routes) * plan.sizes.get("experts", 0)
         c = Collective("all_reduce", world, WORLD_SUMS + loads, "metrics", "reduce")
         yield "loss and norm", c, 1, tuple(range(plan.num_stages))
 
@@ -282,7 +282,7 @@ def _has_grouped_heads(plan: Plan, name: str) -> bool:
     return heads_per_group > 1 and heads == groups * heads_per_group
 
 
-def settle_kernels(plan: Plan, device: str, dropout: float) -> Plan:
+def resolve_auto_kernels(plan: Plan, device: str, dropout: float) -> Plan:
     """Return the plan as it runs on a kind of device (cpu, cuda): each kernel `auto` is the one that torch chooses.
     `dropout`: the model's rate."""
 
@@ -291,7 +291,7 @@ def settle_kernels(plan: Plan, device: str, dropout: float) -> Plan:
         operation = planned.operation
         if not OPERATIONS[operation.kind].chooses_kernel:
             return planned
-        kernel = choose_kernel(operation["kernel"], device, attention_traits(plan, planned, dropout))
+        kernel = resolve_auto_kernel(operation["kernel"], device, attention_traits(plan, planned, dropout))
         attributes = tuple((name, kernel if name == "kernel" else value) for name, value in operation.attributes)
         return replace(planned, operation=replace(operation, attributes=attributes))
 

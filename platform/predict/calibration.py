@@ -48,11 +48,14 @@ def group_samples_by_kind(timings: Iterable[tuple[str, Sequence[float], float]],
     return samples
 
 
-def calibrate_hardware(first: Hardware, kernels: Samples, links: Mapping[str, Samples], precision: str) -> Hardware:
-    """Return the hardware that explains measurements best. `first`: hardware that gives all else; `kernels`: samples of
-    ranks that compute; `links`: samples of groups, by tier, node or network; `precision`: type of the products."""
+def calibrate_hardware(
+    base_hardware: Hardware, kernels: Samples, links: Mapping[str, Samples], precision: str
+) -> Hardware:
+    """Return the hardware that explains measurements best. `base_hardware`: hardware that gives all else; `kernels`:
+    samples of ranks that compute; `links`: samples of groups, by tier, node or network; `precision`: type of the
+    products."""
     [copy] = kernels["copy"]
-    hardware = replace(first, bandwidth=copy.sizes[0] / copy.seconds)
+    hardware = replace(base_hardware, bandwidth=copy.sizes[0] / copy.seconds)
     hardware = _calibrate_products(hardware, kernels, precision)
     for tier, samples in links.items():
         reached = replace(hardware.reached, **{tier: 1.0})
@@ -256,19 +259,21 @@ class Seen(NamedTuple):
 
 
 def hardware_of_rounds(
-    first: Hardware, measured: Sequence[tuple[Round, Sequence[Timings]]], seen: Seen, steps: Sequence[StepWork]
+    base_hardware: Hardware, measured: Sequence[tuple[Round, Sequence[Timings]]], seen: Seen, steps: Sequence[StepWork]
 ) -> tuple[Hardware, set[str]]:
     """Return the hardware that the measurements of all rounds describe, each round with its ranks' timings, and the
-    tiers that they say something of. `first`: gives all else; `steps`: the work of `step_configs`. Collectives took as
-    long as on the rank that was last."""
+    tiers that they say something of. `base_hardware`: gives all else; `steps`: the work of `step_configs`. Collectives
+    took as long as on the rank that was last."""
     by_tier: dict[str, list[tuple[str, Sequence[float], float]]] = {}
     for measured_round, timings in measured:
         by_tier.setdefault(measured_round.tier, []).extend(timing for of_rank in timings for timing in of_rank)
     links = {tier: group_samples_by_kind(by_tier[tier], max) for tier in TIERS if tier in by_tier}
     if len(seen.nodes) > 1:
-        first = replace(first, ranks=min(seen.nodes.values()))
+        base_hardware = replace(base_hardware, ranks=min(seen.nodes.values()))
     kernels = group_samples_by_kind(by_tier["kernels"])
-    hardware = _calibrate_steps(calibrate_hardware(first, kernels, links, seen.precision), kernels["step"], steps)
+    hardware = _calibrate_steps(
+        calibrate_hardware(base_hardware, kernels, links, seen.precision), kernels["step"], steps
+    )
     return hardware, {*links}
 
 

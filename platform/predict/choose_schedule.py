@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, format_violation, refuse_all
-from platform.config.extensions import bind_settings, register_own_function
+from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import Config, Pipeline
 from platform.config.layout_rules import legal_context_rounds
 from platform.config.ramps import list_batch_sizes
@@ -50,7 +50,7 @@ def find_generator(pipeline: Pipeline) -> Generator | None:
     """Return the function that generates the pipeline schedule of pipeline.kind; None for `none` and `file`."""
     if pipeline.kind not in SCHEDULES:  # none, or a file
         return None
-    return bind_settings(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
+    return bind_settings_object(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
 
 
 def count_microbatches(config: Config, data: int) -> int:
@@ -158,11 +158,11 @@ def _read_schedule_file(config: Config, microbatches: int, unit: int) -> Schedul
         shown += [f"and {format_count(more, 'more mistake')}"] if more > 0 else []
         lines = [format_violation("pipeline.file", path, line) for line in shown]
         raise ConfigError([*lines, *(table(error.rows).splitlines() if error.rows else [])]) from None
-    refuse_all(_violations_of_table(config, schedule, microbatches, unit))
+    refuse_all(_violations_of_file_sizes(config, schedule, microbatches, unit))
     return schedule
 
 
-def _violations_of_table(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
+def _violations_of_file_sizes(config: Config, schedule: Schedule, microbatches: int, unit: int) -> Iterator[str]:
     """Yield a line per number (stages, chunks, microbatches) of a pipeline schedule from a file that differs from the
     configuration's. `unit`: sequences of one microbatch of all replicas."""
     p = config.pipeline
@@ -183,7 +183,7 @@ def text_request_keys(config: Config) -> dict[str, tuple[Any, Any]]:
     return requests | {key: (asked[0], []) for key, asked in lists.items() if asked}
 
 
-def build_answering_model(config: Config, source: int = 0) -> Any:
+def build_generation_model(config: Config, source: int = 0) -> Any:
     """Build the model of a run as passes of generation run it: with the beginning of each sequence and positions as
     inputs, as if sequences were documents. `source`: tokens that its encoder reads, 0: as configured. Raises
     ConfigError for a model that writes no text from left to right, part by part up to its head."""
@@ -200,17 +200,17 @@ def list_process_groups(config: Config, plan: Plan) -> list[tuple[str, ...]]:
     """Return the mesh axes of the process groups that a run's plan needs: for steps and, if any, text generation."""
     groups = {*process_groups(plan)}
     if text_request_keys(config):
-        groups |= generation_groups(plan, build_answering_model(config))
+        groups |= generation_groups(plan, build_generation_model(config))
     return sorted(groups, key=lambda axes: (len(axes), axes))
 
 
-def violations_of_requests(config: Config, plan: Plan) -> Iterator[str]:
+def violations_of_text_requests(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for each configuration key that asks text of a model that generates none: a model that reads
     in both directions, or a user's model whose generation cannot be planned."""
     asked = text_request_keys(config)
     try:
         if asked:
-            generation_groups(plan, build_answering_model(config))
+            generation_groups(plan, build_generation_model(config))
     except (ConfigError, ModelMistake, IllegalPlan, KeyError) as error:
         why = f"model.kind={config.model.kind} generates no text"
         why += f": {error.reason}" if isinstance(error, ModelMistake) else ""

@@ -44,11 +44,11 @@ class ChoosableKey(NamedTuple):
 
     key: str
     enters: str
-    values: Callable[[Space, Contender], Iterable[Any]] | None = None
-    allows: Callable[[Space, Mapping[str, Any]], Any] | None = None
-    near: Callable[[Space, Contender], Iterable[Any]] | None = None
+    values: Callable[[SearchSpace, Contender], Iterable[Any]] | None = None
+    allows: Callable[[SearchSpace, Mapping[str, Any]], Any] | None = None
+    near: Callable[[SearchSpace, Contender], Iterable[Any]] | None = None
 
-    def list_near(self, space: Space, contender: Contender) -> Iterable[Any]:
+    def list_near(self, space: SearchSpace, contender: Contender) -> Iterable[Any]:
         """Return the values next to a contender's."""
         near = self.near or self.values
         return near(space, contender) if near else ()
@@ -59,7 +59,7 @@ def choosable(default: Any, *row: Any) -> Any:
     return field(default=default, metadata={"row": ChoosableKey(*row)})
 
 
-def _scale_number(number: int) -> tuple[int, int]:
+def _halve_and_double(number: int) -> tuple[int, int]:
     """Return half a number, and twice as much."""
     return number // 2, 2 * number
 
@@ -79,7 +79,9 @@ class Contender:
     experts: int = choosable(
         1, "parallel.experts", AXIS, lambda space, _: find_divisors(space.config.model.experts or 1),
         lambda _, x: x["data"] % x["experts"] == 0,
-        lambda space, c: {*_scale_number(c.experts)} & {*find_divisors(gcd(c.data, space.config.model.experts or 1))},
+        lambda space, c: (
+            {*_halve_and_double(c.experts)} & {*find_divisors(gcd(c.data, space.config.model.experts or 1))}
+        ),
     )  # fmt: skip
     tensor_experts: str = choosable(
         "split", "parallel.tensor_experts", SKETCH,
@@ -95,7 +97,7 @@ class Contender:
         1, "train.microbatch", SIZE,
         lambda space, _: [n for n in find_divisors(space.config.train.global_batch) if n <= MOST_SEQUENCES],
         lambda space, x: x["microbatch"] <= space.config.train.global_batch // x["data"],
-        lambda _, c: [n for n in _scale_number(c.microbatch) if 1 <= n <= MOST_SEQUENCES],
+        lambda _, c: [n for n in _halve_and_double(c.microbatch) if 1 <= n <= MOST_SEQUENCES],
     )  # fmt: skip
     recompute: str = choosable("none", "recompute", MODE, lambda *_: RECOMPUTE)
 
@@ -140,7 +142,7 @@ def load_shipped_schemes() -> Mapping[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Values that a configuration allows for each part of a Contender: one of a set key, all of an open one."""
 
     config: Config
@@ -167,14 +169,14 @@ class Space:
         """Return the number of workers along the branch axes, which are never left open."""
         return prod(self.config.branch.axes.values())
 
-    def list_set_values(self, part: str) -> list[Any]:
+    def list_configured_value(self, part: str) -> list[Any]:
         """Return the one value of a part of CHOOSABLE, none if it is left open."""
         key = CHOOSABLE[part].key
         return [] if is_open_key(self.config, key.removesuffix(".kind")) else [attrgetter(key)(self.config)]
 
     def read_set_size(self, part: str) -> int:
         """Return the number of ranks that a part of CHOOSABLE is, 0 if it is left open."""
-        return (self.list_set_values(part) or [0])[0]
+        return (self.list_configured_value(part) or [0])[0]
 
     @property
     def worker_sizes(self) -> dict[str, int]:
@@ -190,27 +192,29 @@ class Space:
     def list_values(self, part: str, contender: Contender) -> Sequence[Any]:
         """Return the values of a part with a row of `values` to choose among; one if its key is set."""
         values = CHOOSABLE[part].values
-        return self.list_set_values(part) or [*(values(self, contender) if values else ())]
+        return self.list_configured_value(part) or [*(values(self, contender) if values else ())]
 
     def mask_allowed(self, part: str, x: Mapping[str, Any], start: Contender) -> Any:
         """Return which contenders may have their value of a part, by what they have: the first value, all of them."""
         allows = CHOOSABLE[part].allows
         return allows is None or (x[part] == self.list_values(part, start)[0]) | allows(self, x)
 
-    def cross_values(self, contenders: Sequence[Contender], enters: str) -> Sequence[Contender]:
+    def cross_values_of_parts(self, contenders: Sequence[Contender], way: str) -> Sequence[Contender]:
         """Return contenders with each combination of values of the parts that enter the closed form in one way."""
-        for part in reversed(list_parts(enters)):
+        for part in reversed(list_parts(way)):
             contenders = [replace(c, **{part: value}) for c in contenders for value in self.list_values(part, c)]
         return contenders
 
     def list_starts(self) -> Sequence[Contender]:
         """Return a contender, yet without sizes, of each tensor scheme and value of what has a sketch of its own."""
-        return self.cross_values([Contender(scheme, ()) for scheme in self.scheme_tables], SKETCH)
+        return self.cross_values_of_parts([Contender(scheme, ()) for scheme in self.scheme_tables], SKETCH)
 
     def list_modes(self, start: Contender) -> Sequence[Contender]:
         """Return a contender, yet without sizes, in each mode."""
         schedules = dict.fromkeys((*self.single_stage_schedules, *self.schedule_choices))
-        return self.cross_values([replace(start, kind=kind, chunks=chunks) for kind, chunks in schedules], MODE)
+        return self.cross_values_of_parts(
+            [replace(start, kind=kind, chunks=chunks) for kind, chunks in schedules], MODE
+        )
 
     def expert_dividing_axes(self, scheme: str) -> list[str]:
         """Return the axes of a tensor scheme that may divide whole experts."""
@@ -220,14 +224,14 @@ class Space:
     def schedule_choices(self) -> list[tuple[str, int]]:
         """Return the (schedule, chunks per stage) to choose among for several stages."""
         most = max(1, min(MOST_CHUNKS, self.config.model.layers))
-        kinds = self.list_set_values("kind") or SCHEDULES[1:]
-        pairs = [(kind, n) for kind in kinds for n in self.list_set_values("chunks") or range(1, most + 1)]
+        kinds = self.list_configured_value("kind") or SCHEDULES[1:]
+        pairs = [(kind, n) for kind in kinds for n in self.list_configured_value("chunks") or range(1, most + 1)]
         return [(kind, n) for kind, n in pairs if n == 1 or kind not in ONE_CHUNK if (kind, n) != ("interleaved", 1)]
 
     @property
     def single_stage_schedules(self) -> list[tuple[str, int]]:
         """Return the (schedule, chunks per stage) to choose among for a single stage."""
-        return [("none", 1)] if self.list_set_values("kind") in ([], ["none"]) else self.schedule_choices
+        return [("none", 1)] if self.list_configured_value("kind") in ([], ["none"]) else self.schedule_choices
 
     def name_axes(self, scheme: str) -> list[str]:
         """Return the keys of the sizes of a tensor scheme's axes, in order."""

@@ -333,11 +333,11 @@ class Estimator:
                 into[int(kind.phase == "backward"), i] = self.collective_seconds(kind.op, kind.axes, number * size)
         return computing, waiting, hidden
 
-    def _sum_passes(self, weights: NDArray) -> tuple[Column, Column]:
-        """Return the seconds of both passes of the numbers, each so often as `weights` says."""
-        computing, waiting, hidden = (np.tensordot(part, weights, (1, 0)) for part in self._pass_seconds)
+    def _sum_passes(self, occurrences: NDArray) -> tuple[Column, Column]:
+        """Return the seconds of both passes of the numbers, each so often as `occurrences` says."""
+        computing, waiting, hidden = (np.tensordot(part, occurrences, (1, 0)) for part in self._pass_seconds)
         device_seconds = np.maximum(computing, hidden) + waiting
-        kernels = float(weights @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
+        kernels = float(occurrences @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
         hardware = self.setting.hardware
         host = kernels * hardware.launch
         backward = hidden_or_summed_seconds(device_seconds[1], 2 * host, hardware)
@@ -438,7 +438,7 @@ class Estimator:
         exposed = (m if mode.zero > 1 else 1.0) * np.maximum(0.1 * moved, moved - hidden)
         update = bytes_seconds(updated * update_bytes(self.size, s.moments), s.hardware)
         held = self._activation_bytes(mode, rows, m, mode.chunks * per)
-        return Estimate(m * (slowest + handed) + bubble + exposed + update, self._add_reserved(state + held))
+        return Estimate(m * (slowest + handed) + bubble + exposed + update, self._add_library_reserve(state + held))
 
     def _activation_bytes(self, mode: Contender, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
         """Return the bytes of activations in flight on a stage of so many `layers`, and of the layer at work."""
@@ -450,6 +450,6 @@ class Estimator:
         share = KEPT * (DELAYED if mode.kind == "zb_h1" else 1.0)
         return share * passes * layers * kept + layer + ends / np.maximum(1, stages / 2)
 
-    def _add_reserved(self, memory: Column) -> Column:
+    def _add_library_reserve(self, memory: Column) -> Column:
         """Return the bytes of a worker with what its device's libraries reserve."""
         return memory * (1 + ROUNDING) + overhead_bytes(GROUPS, 0, 0) if self.setting.libraries else memory

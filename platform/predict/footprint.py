@@ -23,7 +23,7 @@ from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import GradientKey, MeteredStorage, Value
 from platform.plan.plan import Plan
 from platform.plan.schedule import SENDS_IN_FLIGHT, Action, Kind, mark_completed_chunks
-from platform.plan.step_collectives import count_factors_of_rank, grad_norm_slices, matrix_sides, settle_kernels
+from platform.plan.step_collectives import count_factors_of_rank, grad_norm_slices, matrix_sides, resolve_auto_kernels
 from platform.predict.meter import Meter, MeteredSums
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -49,17 +49,17 @@ def chunk_likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple
     # an operation of several is not begun ahead
     times = Counter(key for stage_chunk in plan.chunks for key in stage_chunk.operations)
     return (
-        tuple((_operation_likeness(plan, o, name), times[key]) for key, o in chunk.operations.items()),
+        tuple((_build_operation_memory_key(plan, o, name), times[key]) for key, o in chunk.operations.items()),
         chunk.functions,
         chunk.receives,
         chunk.sends,
         chunk.kept,
         tuple(tuple(map(name, names)) for names in chunk.spans),
-        tuple(_bucket_likeness(plan, bucket, name) for bucket in buckets),
+        tuple(_build_bucket_memory_key(plan, bucket, name) for bucket in buckets),
     )
 
 
-def _operation_likeness(plan: Plan, planned: PlannedOperation, name: _Names) -> tuple:
+def _build_operation_memory_key(plan: Plan, planned: PlannedOperation, name: _Names) -> tuple:
     """Return what of a planned operation decides the bytes that it takes: all on which its plan depends."""
     o = planned.operation
     summed = tuple(plan.planner.reduced_at_use.get((o.name, o.kind, p.name), ()) for p in o.parameters)
@@ -68,7 +68,7 @@ def _operation_likeness(plan: Plan, planned: PlannedOperation, name: _Names) -> 
     return o.kind, name(o.name), inputs, o.outputs, attributes, o.reads, o.recomputed, planned.once, summed
 
 
-def _bucket_likeness(plan: Plan, b: Bucket, name: _Names) -> tuple:
+def _build_bucket_memory_key(plan: Plan, b: Bucket, name: _Names) -> tuple:
     """Return what of a bucket decides the bytes of its sums of gradients."""
     parameters = tuple((name(p.name), p.name in plan.multi_use_parameters) for p in b.parameters)
     return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held
@@ -132,7 +132,7 @@ def count_saved_elements(
     tensors of integers and booleans do not count, nor do copies that torch.einsum makes of permuted operands.
     """
     at = at or plan.mesh.rank_coordinates(0)
-    plan = settle_kernels(plan, "cpu", dropout)
+    plan = resolve_auto_kernels(plan, "cpu", dropout)
     meter = Meter(plan, dropout, at)
     for chunk in plan.stage_part(at["stage"]).chunks:
         run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
@@ -190,16 +190,16 @@ def measure_passes(
     model: RecordableModel,
     chunk: Chunk,
     *,
-    splits: bool,
+    splits_weight_gradients: bool,
     summed: Collection[int] = (),
     reduced: Collection[int] = (),
 ) -> Passes:
     """Measure the bytes that the passes of one chunk take on the worker of a new `meter`, by running the model on it.
-    `splits`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers of the buckets whose
-    gradients are being summed already, and of which there are shards of reduced sums."""
+    `splits_weight_gradients`: weight gradients are separate passes, run later; `summed`, `reduced`: numbers of the
+    buckets whose gradients are being summed already, and of which there are shards of reduced sums."""
     ledger = meter.ledger
-    meter.deferred = [] if splits else None
-    meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits)
+    meter.deferred = [] if splits_weight_gradients else None
+    meter.leaves = sums = MeteredSums(meter, chunk, summed, reduced, early=not splits_weight_gradients)
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
     before = ledger.peak = ledger.now
     outputs = _run_forward(meter, model, chunk, flow)
@@ -216,11 +216,11 @@ def measure_passes(
     meter.of_pass.clear()
     input_gradients = {key: g for key, g in coming.items() if key in inputs}
     coming.clear()
-    if splits:
+    if splits_weight_gradients:
         sums.flush_all()
     else:
         sums.end_pass()
-    backward, begun = ledger.peak - start, sums.begun_bytes() if splits else {}
+    backward, begun = ledger.peak - start, sums.begun_bytes() if splits_weight_gradients else {}
     flow.clear()
     bytes_with_gradients = ledger.now
     input_gradients.clear()
@@ -230,7 +230,7 @@ def measure_passes(
     while meter.deferred:
         meter.deferred.pop(0)()
     weights = ledger.peak - start
-    if splits:
+    if splits_weight_gradients:
         sums.end_pass()
     more = {n: size for n, size in sums.begun_bytes().items() if n not in begun}
     peaks = most - standing, kept, given_bytes, backward, pending, returned, weights
@@ -251,9 +251,9 @@ def _run_forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mappi
 
 @dataclass(frozen=True)
 class Footprint:
-    """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `add_message_waits`
-    forward passes whose backward is not done; `working`: everything else, such as what an operation, its collectives,
-    sends and receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host
+    """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `in_flight` forward
+    passes, whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends
+    and receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host
     memory that activations are kept in (recompute_offload), on a CPU among the `activations`."""
 
     parameters: int
@@ -289,7 +289,7 @@ def predict_footprint(
     kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update; `measured`: passes of other stages
     with the same arguments, to which this one's are added."""
     at = {**plan.mesh.rank_coordinates(0), "stage": stage}
-    walk = _Walk(plan.stage_part(stage), model, at, dropout, device, {} if measured is None else measured)
+    walk = _MemoryWalk(plan.stage_part(stage), model, at, dropout, device, {} if measured is None else measured)
     sizes = weight_bytes(plan, moments, at)
     gradients, activations, working, live = walk.walk_row(list(row), scratch)
     host = sum(size * n for size, n in walk.most_left.items())
@@ -297,7 +297,7 @@ def predict_footprint(
     return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
 
 
-class _Walk:
+class _MemoryWalk:
     """Walk along one stage's row of the schedule that adds up bytes in use and notes the peak. `kept`: bytes that
     forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
 
@@ -333,8 +333,8 @@ class _Walk:
             _COUNTS[action.kind](self, action)
             if completed is not None:
                 incomplete.remove(completed)
-                self._count_reduction(completed, incomplete)
-        self._count_update(scratch)
+                self._count_reduced_shards(completed, incomplete)
+        self._count_update_memory(scratch)
         return self.most
 
     def note_peak(self, extra: int = 0, kept: int = 0) -> None:
@@ -350,7 +350,7 @@ class _Walk:
             bucket_numbers = self._number_buckets(chunk)
             summed, reduced = (frozenset(bucket_numbers.keys() & numbers) for numbers in (self.sums.keys(), self.parts))
             if (key := (chunk, summed, reduced)) not in self._measured:
-                chunk_passes = self._measure_alike(chunk, bucket_numbers, summed, reduced)
+                chunk_passes = self._measure_passes_once(chunk, bucket_numbers, summed, reduced)
                 self._measured[key], self.standing = chunk_passes, max(self.standing, chunk_passes.standing)
             self._now[chunk] = self._measured[key]
         return self._now[chunk]
@@ -363,7 +363,7 @@ class _Walk:
             self._numbers[chunk] = {n: i for i, n in enumerate(of_chunk)}
         return self._numbers[chunk]
 
-    def _measure_alike(
+    def _measure_passes_once(
         self, chunk: int, bucket_numbers: Mapping[int, int], summed: Collection[int], reduced: Collection[int]
     ) -> Passes:
         """Return the bytes that passes of a chunk take, measured on the first chunk that is alike."""
@@ -373,7 +373,9 @@ class _Walk:
         begun = (frozenset(bucket_numbers[n] for n in numbers) for numbers in (summed, reduced))
         if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
             meter = Meter(self.plan, self.dropout, self.at, self.device)
-            measured = measure_passes(meter, self.model, layout, splits=self.splits, summed=summed, reduced=reduced)
+            measured = measure_passes(
+                meter, self.model, layout, splits_weight_gradients=self.splits, summed=summed, reduced=reduced
+            )
             self._alike[key] = measured.renumber_buckets(bucket_numbers)
         return self._alike[key].renumber_buckets({i: n for n, i in bucket_numbers.items()})
 
@@ -383,7 +385,7 @@ class _Walk:
         """Account for the memory of a chunk's forward pass: its input, its peak, and what it keeps for the backward
         pass."""
         p, chunk = self.find_passes(a.chunk), self.chunks[a.chunk]
-        self._count_arrival("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
+        self._count_input_memory("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
         self.note_peak(p.forward, p.kept)
         self.live += 1
         self.kept += p.kept
@@ -397,7 +399,7 @@ class _Walk:
         """Account for the memory of a chunk's backward or input-gradient pass: its peak, what it frees, and the
         gradient that it hands to the chunk before."""
         p, chunk = self.find_passes(a.chunk), self.chunks[a.chunk]
-        self._count_arrival("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
+        self._count_input_memory("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
         self.note_peak(p.backward)
         del self.held["outputs", a.chunk, a.microbatch], self.held["inputs", a.chunk, a.microbatch]
         self.kept += p.pending - p.kept
@@ -406,9 +408,9 @@ class _Walk:
             self.held["gradients", a.chunk - 1, a.microbatch] = p.returned
         if a.kind is Kind.BACKWARD:
             self.live -= 1
-            self._accumulate_gradients(p.gradients, p.parts)
+            self._add_gradient_bytes(p.gradients, p.parts)
         else:
-            self._accumulate_gradients(p.begun, {})
+            self._add_gradient_bytes(p.begun, {})
 
     def count_weights(self, a: Action) -> None:
         """Account for the memory of a chunk's weight-gradient pass: its peak, what it frees, its sums of gradients."""
@@ -416,15 +418,15 @@ class _Walk:
         self.note_peak(p.weights)
         self.kept -= p.pending
         self.live -= 1
-        self._accumulate_gradients(p.gradients, p.parts)
+        self._add_gradient_bytes(p.gradients, p.parts)
 
-    def _accumulate_gradients(self, begun: Mapping[int, int], parts: Mapping[int, int]) -> None:
+    def _add_gradient_bytes(self, new_sums: Mapping[int, int], parts: Mapping[int, int]) -> None:
         """Add to the memory forecast a pass's new gradient sums and reduced shards: bytes by number of the bucket."""
-        if not begun and not parts:
+        if not new_sums and not parts:
             return
         self._now.clear()
-        self.sums |= begun
-        self.gradients += sum(begun.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
+        self.sums |= new_sums
+        self.gradients += sum(new_sums.values()) + sum(parts.values()) - sum(self.sums.pop(n, 0) for n in parts)
         self.parts |= parts.keys()
 
     # sends and receives
@@ -449,7 +451,7 @@ class _Walk:
         self.held[arriving] = sum(sent_bytes or full_bytes for full_bytes, sent_bytes in self.block_bytes(flow))
         self.note_peak()
 
-    def _count_arrival(self, side: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
+    def _count_input_memory(self, side: str, a: Action, flow: FlowSpecs, local: int | None) -> None:
         """Account for the memory of a pass's input, `side` being "inputs" (of a forward pass) or "outputs" (their
         gradients, of a backward pass): `local` bytes from a chunk on this stage, or (None) a `flow` that was received
         and is gathered from its parts."""
@@ -458,7 +460,7 @@ class _Walk:
         self.held[side, a.chunk, a.microbatch] = local or sum(full_bytes for full_bytes, _ in received)
         self.note_peak(sum(sent_bytes for _, sent_bytes in received))
 
-    def count_send(self, a: Action) -> None:
+    def count_send_buffers(self, a: Action) -> None:
         """Account for the memory of a send: the result of the pass becomes buffers of at most SENDS_IN_FLIGHT sends,
         the oldest of which are freed."""
         forward, chunk = a.kind is Kind.SEND_F, self.chunks[a.chunk]
@@ -476,17 +478,17 @@ class _Walk:
 
     # once a step
 
-    def _count_reduction(self, completed: int, incomplete: Collection[int]) -> None:
-        """Account for the shards that ZeRO-1 leaves of buckets whose gradients chunk `completed` completes, as no chunk
-        in `incomplete` uses them."""
-        others = {p for chunk in incomplete for p in self.chunks[chunk].parameter_names}
-        done = self.chunks[completed].parameter_names - others
+    def _count_reduced_shards(self, completed_chunk: int, incomplete_chunks: Collection[int]) -> None:
+        """Account for the shards that ZeRO-1 leaves of buckets whose gradients chunk `completed_chunk` completes, as no
+        chunk in `incomplete_chunks` uses them."""
+        others = {p for chunk in incomplete_chunks for p in self.chunks[chunk].parameter_names}
+        done = self.chunks[completed_chunk].parameter_names - others
         for n, b in enumerate(self.buckets):
             if b.zero == 1 and not done.isdisjoint(b.parameter_ranges) and others.isdisjoint(b.parameter_ranges):
                 self.held["shard", n, 0] = b.shard_elements * self.master
         self.note_peak()
 
-    def _count_update(self, scratch: int) -> None:
+    def _count_update_memory(self, scratch: int) -> None:
         """Account for the memory at the end of a step: sums of tied gradients over stages, and reduced gradients while
         their norm is taken and during the update; updated shards are gathered in place."""
         self.sending.clear()
@@ -512,12 +514,12 @@ class _Walk:
 
 
 _COUNTS: Mapping[Kind, Any] = {
-    Kind.FORWARD: _Walk.count_forward,
-    Kind.BACKWARD: _Walk.count_backward,
-    Kind.INPUT: _Walk.count_backward,
-    Kind.WEIGHT: _Walk.count_weights,
-    Kind.SEND_F: _Walk.count_send,
-    Kind.SEND_B: _Walk.count_send,
-    Kind.RECV_F: _Walk.count_receive,
-    Kind.RECV_B: _Walk.count_receive,
+    Kind.FORWARD: _MemoryWalk.count_forward,
+    Kind.BACKWARD: _MemoryWalk.count_backward,
+    Kind.INPUT: _MemoryWalk.count_backward,
+    Kind.WEIGHT: _MemoryWalk.count_weights,
+    Kind.SEND_F: _MemoryWalk.count_send_buffers,
+    Kind.SEND_B: _MemoryWalk.count_send_buffers,
+    Kind.RECV_F: _MemoryWalk.count_receive,
+    Kind.RECV_B: _MemoryWalk.count_receive,
 }

@@ -14,13 +14,13 @@ from platform.boundary.refusals import ConfigError, closest_values, find_refused
 from platform.config import fields, layout_rules
 from platform.config.extensions import refuse_exits
 from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
-from platform.config.layout_rules import expert_axis_sizes, has_uneven_experts, list_tensor_axes
+from platform.config.layout_rules import can_have_uneven_experts, expert_axis_sizes, list_tensor_axes
 from platform.config.ramps import fix_sequence_length, length_phases, parse_length_ramp
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
 from platform.optimizer import optimizers
-from platform.optimizer.optimizers import find_factored_matrices, find_matrices
+from platform.optimizer.optimizers import find_factored_matrices, find_muon_matrices
 from platform.plan.accelerators import nominal_memory
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
@@ -49,7 +49,7 @@ def expert_group_size(config: Config, data: int) -> int:
     """Return how many of the `data` replicas of a configuration share the experts, up to parallel.experts."""
     most, inside = min(config.parallel.experts, data), prod(expert_axis_sizes(config).values())
     experts = config.model.experts // inside  # of each of the tensor ranks that divide them
-    uneven, numbers = has_uneven_experts(config), range(1, min(most, experts) + 1)
+    uneven, numbers = can_have_uneven_experts(config), range(1, min(most, experts) + 1)
     return max((n for n in numbers if data % n == 0 and (uneven or experts % n == 0)), default=1)
 
 
@@ -130,7 +130,7 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
     scheme = compose_config_scheme(config, data, kind)
     try:
         model = build_model(config.model)
-        if few := _violation_of_units(config, len(getattr(model, "units", ("the model",)))):
+        if few := _violation_of_chunk_count(config, len(getattr(model, "units", ("the model",)))):
             raise ConfigError(_add_other_violations([few], config, data, kind))
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
@@ -267,7 +267,9 @@ def _mark_special_updates(config: Config, plan: Plan) -> Plan:
     """Return the plan with the names of its parameters that are frozen, whole matrices (Muon), factored (Adafactor)."""
     plan = replace(plan, frozen=_find_frozen(config, plan))
     if config.optimizer.kind == "muon":
-        return replace(plan, matrices=tuple(n for n in find_matrices(config.optimizer, plan) if n not in plan.frozen))
+        return replace(
+            plan, matrices=tuple(n for n in find_muon_matrices(config.optimizer, plan) if n not in plan.frozen)
+        )
     if config.optimizer.kind == "adafactor":
         return replace(plan, factored=tuple(find_factored_matrices(plan)))
     return plan
@@ -284,7 +286,7 @@ def _warnings_of_ring(plan: Plan, dropout: float) -> Iterator[str]:
         yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
 
-def _violation_of_units(config: Config, units: int) -> str:
+def _violation_of_chunk_count(config: Config, units: int) -> str:
     """Return the refusal line of a plan with more pipeline chunks than its model has `units` (blocks, ...), or ""."""
     stages, chunks = config.pipeline.stages, config.pipeline.chunks
     if stages * chunks <= units:
@@ -392,7 +394,7 @@ def _build_layer_plan(config: Config, data: int, kind: str) -> Plan:
 def violations_of_layers(config: Config, data: int, kind: str) -> Iterator[str]:
     """Yield the refusal lines of a configuration's plan over `data` replicas, contexts of a `kind`, that its number of
     stages and one layer of its model show, at all lengths."""
-    if few := _violation_of_units(config, len(getattr(build_model(config.model), "units", ("the model",)))):
+    if few := _violation_of_chunk_count(config, len(getattr(build_model(config.model), "units", ("the model",)))):
         yield few
     for entry, phase in zip([*config.train.length_ramp[:-1], ""], length_phases(config), strict=False):
         try:

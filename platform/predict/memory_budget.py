@@ -24,8 +24,8 @@ from platform.plan.operations.op import Value
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action
 from platform.plan.simulate import lower_schedule
-from platform.plan.step_collectives import count_communicators, settle_kernels
-from platform.predict.choose_schedule import build_answering_model, build_short_schedule
+from platform.plan.step_collectives import count_communicators, resolve_auto_kernels
+from platform.predict.choose_schedule import build_generation_model, build_short_schedule
 from platform.predict.footprint import Footprint, Measured, predict_footprint, weight_bytes
 from platform.predict.meter import Meter
 
@@ -34,7 +34,7 @@ def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
     """Return the shape of the passes that score texts of `length` tokens, as many as a pass of training has sequences.
     `source`: tokens that an encoder reads, 0 without."""
     tokens = min(SCORED, length)
-    capacity = generation_passes.cache_capacity(plan, length + 1)
+    capacity = generation_passes.pad_cache_length(plan, length + 1)
     return PassShape(tokens, batch_rows(plan), capacity, tokens, reads=source > 0)
 
 
@@ -50,7 +50,7 @@ def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: in
 
 def _build_meter(plan: Plan, at: Mapping[str, int], device: str, cache: KeyValueCache | None = None) -> Meter:
     """Construct the memory meter of passes of generation on the worker at `at`, whose keys and values `cache` keeps."""
-    meter = Meter(settle_kernels(plan, device, 0.0), 0.0, at, device, ahead=False)
+    meter = Meter(resolve_auto_kernels(plan, device, 0.0), 0.0, at, device, ahead=False)
     meter.grad, meter.cache = False, cache
     return meter
 
@@ -69,12 +69,12 @@ def _count_pass(meter: Meter, model: RecordableModel, planned_pass: PlannedPass,
         stream = meter.forward(outputs["stream"], planned_pass.joins)
         read, asked = (part.sizes["length"] for part in (planned_pass.body, planned_pass.head))
         flow = {"memory": None, "stream": Value(stream.storage, stream.elements // read * asked)}  # type: ignore[dict-item]
-        _count_probabilities(head, planned_pass, model.part(head, {}, flow, (HEAD,))["logits"])
+        _meter_probabilities(head, planned_pass, model.part(head, {}, flow, (HEAD,))["logits"])
     meter.end_pass()
     del tokens
 
 
-def _count_probabilities(meter: Meter, planned_pass: PlannedPass, logits: Value) -> None:
+def _meter_probabilities(meter: Meter, planned_pass: PlannedPass, logits: Value) -> None:
     """Count the memory of turning logits into probabilities, in the type of statistics, for which vocab is gathered."""
     gathered = meter.forward(logits, planned_pass.gathers)
     n = prod(planned_pass.head.local_shape(planned_pass.logits)) and gathered.elements
@@ -109,7 +109,7 @@ class MemoryForecast:
         if stage not in self._found:
             stage_footprint = self.training_forecast.predict_stage(stage)
             if self.config.eval.tasks:
-                answering = _predict_stage_answering(self.config, self.plan, stage, stage_footprint)
+                answering = _predict_stage_while_scoring(self.config, self.plan, stage, stage_footprint)
                 stage_footprint = max(stage_footprint, answering, key=lambda f: f.total_bytes)
             if self.training_forecast.device == "cuda":
                 reserved = overhead_bytes(*self._communicators_by_stage[stage], stage_footprint.total_bytes)
@@ -157,7 +157,7 @@ class TrainingForecast:
         """Return for each length the plan as its device runs it, the model, and the passes that were measured."""
         dropout, lengths = self.config.model.dropout, self.plan.plans_of_lengths
         configs = (fix_sequence_length(self.config, length_plan.sizes["length"]) for length_plan in lengths)
-        plans = [settle_kernels(length_plan, self.device, dropout) for length_plan in lengths]
+        plans = [resolve_auto_kernels(length_plan, self.device, dropout) for length_plan in lengths]
         models = (build_model(config.model) for config in configs)
         return [(length_plan, model, {}) for length_plan, model in zip(plans, models, strict=True)]
 
@@ -187,14 +187,14 @@ def predict_footprints(config: Config, plan: Plan) -> list[Footprint]:
     return MemoryForecast(config, plan).stage_footprints
 
 
-def _predict_stage_answering(config: Config, plan: Plan, stage: int, training: Footprint) -> Footprint:
+def _predict_stage_while_scoring(config: Config, plan: Plan, stage: int, training: Footprint) -> Footprint:
     """Return the predicted memory of one worker of a stage while tasks score the run's model: parameters and optimizer
     state as in `training`, the prediction for a training step, and the bytes of passes of generation."""
     device = device_kind(config)
-    plan = settle_kernels(plan, device, config.model.dropout)
+    plan = resolve_auto_kernels(plan, device, config.model.dropout)
     m = config.model
     source = (m.source_length or m.length) if m.kind == "encoder_decoder" else 0
-    model, scored = build_answering_model(config, source), scoring_shape(plan, m.length, source)
+    model, scored = build_generation_model(config, source), scoring_shape(plan, m.length, source)
     reading = replace(scored, tokens=min(PIECE, m.length), asked=1)  # a prompt, as many at a time
     most = max(answer_bytes(plan, model, shape, stage, device) for shape in (scored, reading))
     stays = training.host if device == "cpu" else 0

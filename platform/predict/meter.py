@@ -1,6 +1,6 @@
 """The `Ops` of a memory forecast: a model's forward and backward pass on storages that only count bytes.
 
-Each operation counts in its `meter_kept_bytes`, in the same steps as its `run_on_blocks` computes; the numbers follow
+Each operation counts in its `meter_memory`, in the same steps as its `run_on_blocks` computes; the numbers follow
 torch's CPU kernels. Their common parts are here. `MeteredSums` are the sums of gradients that
 `platform.runtime.flat_buffers` allocates as gradients come.
 """
@@ -68,7 +68,7 @@ class Meter(Ops):
         self._last: OffloadedActivation[MeteredStorage] | None = None  # of these, in this pass
 
     def bind_operation(self, op: Op) -> Callable[..., Any]:
-        return op.bind_computation(self, op.meter_kept_bytes)
+        return op.bind_computation(self, op.meter_memory)
 
     def _gather_parameter(self, p: Parameter, conversion: Conversion) -> Value:
         """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""
@@ -118,15 +118,17 @@ class Meter(Ops):
         if self.grad:
             self.tape.note_operation(outs, ins, saved, backward)
 
-    def plain(self, out: Value, ins: Sequence[Value], saved: Saved = (), work: int = 0, itemsize: int = 0) -> Value:
+    def plain(
+        self, out: Value, ins: Sequence[Value], saved: Saved = (), scratch_elements: int = 0, itemsize: int = 0
+    ) -> Value:
         """Record on the memory meter's autograd tape an operation with result `out` that keeps `saved`, and whose
-        backward pass allocates a gradient per input, of its type, while `work` elements of scratch are held (of the
-        compute type unless `itemsize` is given); return `out`."""
+        backward pass allocates a gradient per input, of its type, while `scratch_elements` elements of scratch are held
+        (of the compute type unless `itemsize` is given); return `out`."""
         sizes = [(x.elements, x.itemsize) for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
             """Allocate the gradients of all inputs, while the scratch memory is held."""
-            held = self.new(work, itemsize) if work else None  # noqa: F841  (until all gradients are allocated)
+            held = self.new(scratch_elements, itemsize) if scratch_elements else None  # noqa: F841  (until all gradients are allocated)
             return [self.new(*size) for size in sizes]
 
         self.note_operation([out], ins, saved, backward)
@@ -162,33 +164,37 @@ class Meter(Ops):
             elements = prod(after)
             is_root = step.op == "broadcast" and not index
             if not (step.op == "drop" or (step.op == "slice" and step.zigzag < 0) or is_root):
-                storage = self._allocate_moved(elements, step, parameter, self.plan.itemsize[dtype])
+                storage = self._allocate_collective_result(elements, step, parameter, self.plan.itemsize[dtype])
         return storage, elements
 
-    def _allocate_moved(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
-        """Allocate a counted storage for the result of a collective `step`, of `elements` of `itemsize` bytes. A split
-        or joined dim that is not first in memory, or lies in zigzag, costs a copy, before or after. `parameter`: it is
-        a gathered copy of a parameter."""
-        if step.op in LENDING:
-            return self._allocate_lent(elements, step, parameter, itemsize)
-        last = step.joined if step.op == "all_to_all" else step.dim
-        before = step.op in ("reduce_scatter", "all_to_all", "scatter") and step.dim
-        after = step.op in ("all_gather", "gather", "all_to_all") and last
-        larger = self.plan.mesh.count_ranks(step.axes) if step.op == "reduce_scatter" else 1
-        folds = step.op in ("reduce_scatter", "all_to_all") and step.zigzag == step.dim
+    def _allocate_collective_result(
+        self, elements: int, collective: Step, parameter: bool, itemsize: int
+    ) -> MeteredStorage:
+        """Allocate a counted storage for the result of a collective `collective`, of `elements` of `itemsize` bytes. A
+        split or joined dim that is not first in memory, or lies in zigzag, costs a copy, before or after. `parameter`:
+        it is a gathered copy of a parameter."""
+        if collective.op in LENDING:
+            return self._allocate_lent_experts(elements, collective, parameter, itemsize)
+        last = collective.joined if collective.op == "all_to_all" else collective.dim
+        before = collective.op in ("reduce_scatter", "all_to_all", "scatter") and collective.dim
+        after = collective.op in ("all_gather", "gather", "all_to_all") and last
+        larger = self.plan.mesh.count_ranks(collective.axes) if collective.op == "reduce_scatter" else 1
+        folds = collective.op in ("reduce_scatter", "all_to_all") and collective.zigzag == collective.dim
         copies = [self.new(elements * larger, itemsize) for copied in (folds, before) if copied]
         out = self.new(elements, itemsize, parameter=parameter)
         del copies
         out = self.new(elements, itemsize, parameter=parameter) if after else out
-        unfolds = step.op in JOIN and step.zigzag == last
+        unfolds = collective.op in JOIN and collective.zigzag == last
         return self.new(elements, itemsize, parameter=parameter) if unfolds else out
 
-    def _allocate_lent(self, elements: int, step: Step, parameter: bool, itemsize: int) -> MeteredStorage:
-        """Allocate a counted storage for a block of experts after `step`, of `elements` of `itemsize` bytes; at most, a
-        rank lends to all others."""
-        lent, others = self.plan.scheme.lent, self.plan.mesh.count_ranks(step.axes) - 1
-        width = elements // step.shape[0]
-        more = lent if step.op == "lend" else 0
+    def _allocate_lent_experts(
+        self, elements: int, lending_collective: Step, parameter: bool, itemsize: int
+    ) -> MeteredStorage:
+        """Allocate a counted storage for a block of experts after `lending_collective`, of `elements` of `itemsize`
+        bytes; at most, a rank lends to all others."""
+        lent, others = self.plan.scheme.lent, self.plan.mesh.count_ranks(lending_collective.axes) - 1
+        width = elements // lending_collective.shape[0]
+        more = lent if lending_collective.op == "lend" else 0
         moved = [self.new(n * width, itemsize) for n in (lent * others, more) if n]
         out = self.new(elements + (0 if more else lent * width), itemsize, parameter=parameter)
         del moved
@@ -205,12 +211,12 @@ class Meter(Ops):
         steps, shape = conversion.backward, conversion.after
         return self.convert_storage(gradient, elements, steps, shape, dtype=conversion.dtype)[0]
 
-    def convert_block(self, x: Value, conversion: Conversion, coming: Value | None = None) -> Value:
-        """Count the memory of a conversion of x to another layout, unless it is `coming`, and record its backward steps
-        on the autograd tape; return the converted tensor."""
+    def convert_block(self, x: Value, conversion: Conversion, prefetched: Value | None = None) -> Value:
+        """Count the memory of a conversion of x to another layout, unless it is `prefetched`, and record its backward
+        steps on the autograd tape; return the converted tensor."""
         if not conversion.forward and not conversion.backward:
             return x
-        out = coming or self.forward(x, conversion)
+        out = prefetched or self.forward(x, conversion)
         size = out.elements
         self.note_operation([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
         return out
@@ -301,14 +307,14 @@ class Meter(Ops):
         self.note_operation([out], [x], (), backward)
         return out
 
-    def _move_span(self, at: int, way: int) -> None:
-        """Count as gathered (ZeRO-3) the parameters of span `at` and of the next; `way`: 1 forward, -1 backward."""
+    def _move_span(self, span: int, direction: int) -> None:
+        """Count span `span`'s and the next one's parameters as gathered; `direction`: 1 forward, -1 backward."""
         if self._spans:
-            onwards = self._spans[at + 1 :] if way > 0 else self._spans[:at][::-1]
-            self._keep_buckets(self._spans[at])
-            self._keep_buckets((*self._spans[at], *next(filter(None, onwards), ())))
+            onwards = self._spans[span + 1 :] if direction > 0 else self._spans[:span][::-1]
+            self._keep_only_gathered(self._spans[span])
+            self._keep_only_gathered((*self._spans[span], *next(filter(None, onwards), ())))
 
-    def _keep_buckets(self, buckets: Sequence[Bucket]) -> None:
+    def _keep_only_gathered(self, buckets: Sequence[Bucket]) -> None:
         """Count only the parameter `buckets` as gathered (ZeRO-3): free others' bytes, allocate missing ones."""
         buckets_by_id = {id(b): b for b in buckets}
         self._whole = {key: kept for key, kept in self._whole.items() if key in buckets_by_id}
@@ -402,22 +408,22 @@ class MeteredSums(Leaves):
     def adds_in_place(self, name: GradientKey) -> bool:
         """Count a gradient that a kernel adds straight into the sums of its parameter's bucket; return True."""
         if name in self._number:
-            self._count_addition(self._number[name])
+            self._allocate_addition_buffer(self._number[name])
             self._note_gradient(name)
         return True
 
-    def _count_addition(self, n: int) -> None:
-        """Count the bytes of the buffer into which a gradient of bucket number `n` is added when computed."""
-        if self._plan.adds_gradients_at_once(self._buckets[n], self._meter.device):
-            self._begin_sums(n)
-        elif n not in self._coming:
-            self._coming[n] = self._meter.new(self._buckets[n].elements)
+    def _allocate_addition_buffer(self, number: int) -> None:
+        """Count the bytes of the buffer into which a gradient of bucket number `number` is added when computed."""
+        if self._plan.adds_gradients_into_sums(self._buckets[number], self._meter.device):
+            self._allocate_sums_of_bucket(number)
+        elif number not in self._coming:
+            self._coming[number] = self._meter.new(self._buckets[number].elements)
 
-    def _begin_sums(self, n: int) -> None:
-        """Allocate the metered gradient sums of bucket number `n`, if no earlier pass has."""
-        if n not in self._sums:
-            wide = 0 if self._buckets[n].zero >= 2 else self._plan.itemsize["master"]
-            self._sums[n] = self._meter.new(0 if n in self._summed else self._buckets[n].elements, wide)
+    def _allocate_sums_of_bucket(self, number: int) -> None:
+        """Allocate the metered gradient sums of bucket number `number`, if no earlier pass has."""
+        if number not in self._sums:
+            wide = 0 if self._buckets[number].zero >= 2 else self._plan.itemsize["master"]
+            self._sums[number] = self._meter.new(0 if number in self._summed else self._buckets[number].elements, wide)
 
     def _note_gradient(self, name: GradientKey) -> None:
         """Note that a parameter's gradient has been computed; once its whole bucket is, count adding them to the
@@ -431,24 +437,24 @@ class MeteredSums(Leaves):
             if self._early and self._buckets[n].zero >= 2:
                 self._reduce_bucket(n)
 
-    def _flush_bucket(self, n: int) -> None:
-        """Count the addition of the gradients of bucket number `n` to its sums, after which they are freed."""
-        if self._taken.get(n):
-            self._count_addition(n)
-            self._taken.pop(n)
-        if n in self._coming:
-            self._begin_sums(n)
-            del self._coming[n]
+    def _flush_bucket(self, number: int) -> None:
+        """Count the addition of the gradients of bucket number `number` to its sums, after which they are freed."""
+        if self._taken.get(number):
+            self._allocate_addition_buffer(number)
+            self._taken.pop(number)
+        if number in self._coming:
+            self._allocate_sums_of_bucket(number)
+            del self._coming[number]
 
-    def _reduce_bucket(self, n: int) -> None:
+    def _reduce_bucket(self, number: int) -> None:
         """Count the reduction of a bucket's gradient sums into shards; the third reduction waits for the first."""
-        each = self._buckets[n].shard_elements
-        self._reducing.append((n, self._sums.pop(n), self._meter.new(each)))
-        self._came[n].clear()
+        each = self._buckets[number].shard_elements
+        self._reducing.append((number, self._sums.pop(number), self._meter.new(each)))
+        self._came[number].clear()
         while len(self._reducing) > UNDER_WAY:
-            self._settle_oldest()
+            self._finish_oldest_reduction()
 
-    def _settle_oldest(self) -> None:
+    def _finish_oldest_reduction(self) -> None:
         """End the oldest gradient reduction: free its buffers, and keep the bucket's shard of the sums if it is new."""
         n, _, part = self._reducing.pop(0)
         if n in self._parts:
@@ -468,7 +474,7 @@ class MeteredSums(Leaves):
         for n in [n for n in self._sums if self._buckets[n].zero >= 2]:
             self._reduce_bucket(n)
         while self._reducing:
-            self._settle_oldest()
+            self._finish_oldest_reduction()
 
     def list_held_storages(self) -> list[MeteredStorage]:
         """Return the metered gradient sums and reduced shards that stay in memory for the next pass."""

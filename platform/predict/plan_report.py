@@ -59,7 +59,7 @@ def explain_plan(
 
     explanation: dict[str, Any] = {
         "mesh": plan.mesh.axes,
-        "groups": {"+".join(axes): plan.mesh.list_groups(axes) for axes in _list_groups(plan)},
+        "groups": {"+".join(axes): plan.mesh.list_groups(axes) for axes in _list_group_axes(plan)},
         "collectives": list_collectives(plan),
         "communication": communication(plan),
         "attention_kernels": count_kernels(plan),
@@ -87,7 +87,7 @@ def explain_plan(
     return explanation
 
 
-def _list_groups(plan: Plan) -> list[tuple[str, ...]]:
+def _list_group_axes(plan: Plan) -> list[tuple[str, ...]]:
     """Return the axes of the process groups to list: every mesh axis by itself, then the joint axes of the run."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
     return [*single, *(axes for axes in process_groups(plan) if axes not in single)]

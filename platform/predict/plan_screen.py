@@ -22,7 +22,7 @@ from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind, predict_footprints
 from platform.predict.plan_report import align_rows, explain_plan, format_tier_sizes, memory_rows, time_rows
 from platform.predict.price import StepPrice
-from platform.predict.recovery_price import Known, OwnCosts, failure_price, snapshot_price
+from platform.predict.recovery_price import Known, MeasuredCosts, failure_price, snapshot_price
 from platform.predict.step_price import find_gpu_hardware, read_chosen_hardware, step_price
 
 LINES = 40  # of a screen
@@ -45,7 +45,7 @@ def format_screen(plan: Plan, explanation: Mapping[str, Any]) -> str:
 
 def closing_blocks(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     """Return the last blocks of a screen: what a failure costs, what limits a plan, what would gain."""
-    blocks = _failure_block(plan, explanation), [*_limit_line(plan, explanation), *_change_block(explanation)]
+    blocks = _failure_block(plan, explanation), [*_format_limit(plan, explanation), *_format_best_changes(explanation)]
     return ["\n".join(block) for block in blocks if block]
 
 
@@ -99,7 +99,7 @@ def _failure_block(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     return ["when a worker is lost, estimated", *align_rows(rows)]
 
 
-def _limit_line(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
+def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     """Return the line on what limits a plan: memory that is not there, or the longest part of a step."""
     memory, device, time = explanation["memory"], explanation.get("device"), explanation.get("time")
     if device and memory["total"] > device["memory"]:
@@ -108,10 +108,10 @@ def _limit_line(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     if not time:
         return []
     name, seconds = max(time["parts"].items(), key=lambda pair: pair[1])
-    return [f"limited by {_limit_words(plan, name)}: {seconds / time['seconds']:.1%} of a step"]
+    return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step"]
 
 
-def _limit_words(plan: Plan, name: str) -> str:
+def _describe_limit(plan: Plan, name: str) -> str:
     """Return the words on the part of a step that limits it."""
     again = plan.recompute.kind
     words = {
@@ -123,7 +123,7 @@ def _limit_words(plan: Plan, name: str) -> str:
     return words.get(name, name)
 
 
-def _change_block(explanation: Mapping[str, Any]) -> list[str]:
+def _format_best_changes(explanation: Mapping[str, Any]) -> list[str]:
     """Return the lines on the changes that would gain most, each as it is typed."""
     changes, time, device = explanation.get("changes"), explanation.get("time"), explanation.get("device")
     if changes is None or not time:
@@ -134,7 +134,7 @@ def _change_block(explanation: Mapping[str, Any]) -> list[str]:
     if device and not fits and (lacking := (changes[0]["memory"] or 0) - device["memory"]) > 0:
         least = f"{' '.join(changes[0]['typed']) or 'the plan as it is'} lacks least, {format_number(lacking)}B"
         return [f"neither another microbatch nor recomputing nor ZeRO makes it fit: {least}"]
-    rows = [[" ".join(c["typed"]), *_gain_cells(c, time["seconds"])] for c in changes]
+    rows = [[" ".join(c["typed"]), *_format_gain(c, time["seconds"])] for c in changes]
     return ["what would gain most" if fits else "what would make it fit", *align_rows(rows)]
 
 
@@ -145,7 +145,7 @@ def find_fitting_change(explanation: Mapping[str, Any]) -> list[str]:
     return next((list(c["typed"]) for c in changes or [] if (c["memory"] or 0) <= memory), [])
 
 
-def _gain_cells(change: Mapping[str, Any], seconds: float) -> Sequence[str]:
+def _format_gain(change: Mapping[str, Any], seconds: float) -> Sequence[str]:
     """Return the cells on what a change gains, beside the `seconds` of a step without it."""
     way = "faster" if change["seconds"] <= seconds else "slower"
     needs = f", {format_number(change['memory'])}B" if change["memory"] else ""
@@ -232,21 +232,21 @@ def explain_config(
     hardware: Hardware,
     named: bool = False,
     tokens: float | None = None,
-    composed: Compose | None = None,
+    compose_change: Compose | None = None,
 ) -> dict[str, Any]:
     """Return what there is to say of a configuration's plan, as JSON-able data. `tiers`: workers in one of each, as of
     `explain`; `hardware`: the one for which steps are priced, `named` by the user; `tokens`: the number of a run's, by
-    default as its steps have; `composed`: the function that gives the configuration with a change, for the changes that
-    would gain most."""
+    default as its steps have; `compose_change`: the function that gives the configuration with a change, for the
+    changes that would gain most."""
     needed, step = predict_footprints(config, plan), step_price(config, plan, hardware)
     stated = named or bool(read_chosen_hardware(config))
     device = _find_stated_device(config, hardware if stated else None)
     sure = stated or find_gpu_hardware(config.cluster.gpu)
-    known = Known(device_kind(config), hardware if sure else None, OwnCosts(step=step.seconds))
+    known = Known(device_kind(config), hardware if sure else None, MeasuredCosts(step=step.seconds))
     snapshot, every = snapshot_price(config, plan, min(tiers.values()), known), config.elastic.snapshot_every
     every = snapshot.interval_steps if every == AUTO else every
     more: dict[str, Any] = {
-        "time": _time_data(config, plan, hardware, step, tokens),
+        "time": _explain_step_time(config, plan, hardware, step, tokens),
         "device": device,
         "failures": failure_price(config, plan, snapshot, int(every))._asdict(),
         "settings": dict(redact_secrets(flatten_own_settings(config))),
@@ -261,11 +261,11 @@ def explain_config(
         snapshots={**snapshot._asdict(), "every": every, "network": config.cluster.network},
         more=more,
     )
-    if composed and not config.plan.search:
+    if compose_change and not config.plan.search:
         from platform.predict.remedies import find_best_changes
 
         most, memory = max(f.total_bytes for f in needed), device["memory"] if device else inf
-        changes = find_best_changes(config, composed, step.seconds, most, memory, hardware)
+        changes = find_best_changes(config, compose_change, step.seconds, most, memory, hardware)
         explanation["changes"] = [asdict(change) for change in changes]
     return explanation
 
@@ -280,7 +280,9 @@ def _find_stated_device(config: Config, hardware: Hardware | None) -> dict[str, 
     return {"name": hardware.name, "memory": hardware.memory} if hardware else None
 
 
-def _time_data(config: Config, plan: Plan, hardware: Hardware, step: StepPrice, tokens: float | None) -> dict[str, Any]:
+def _explain_step_time(
+    config: Config, plan: Plan, hardware: Hardware, step: StepPrice, tokens: float | None
+) -> dict[str, Any]:
     """Return what `explain` says of the seconds of a step on a hardware, and of a run on so many `tokens`."""
     tokens = tokens or config.train.steps * plan.tokens_per_step
     return {

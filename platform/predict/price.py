@@ -78,13 +78,15 @@ def bytes_seconds(count: Number, hardware: Hardware) -> Number:
     return count / (hardware.bandwidth * hardware.reached.memory)
 
 
-def computing_seconds(part: Part, hardware: Hardware, precision: str, itemsize: int, narrow: str = "") -> float:
-    """Return the seconds for which a part of a pass keeps the device busy, without its collectives. `narrow`: the
-    precision of 8 bits in which products of layers' weights are computed, if it is another than the plan's."""
+def computing_seconds(
+    part: Part, hardware: Hardware, precision: str, itemsize: int, narrow_precision: str = ""
+) -> float:
+    """Return the seconds for which a part of a pass keeps the device busy, without its collectives. `narrow_precision`:
+    the precision of 8 bits in which products of layers' weights are computed, if it is another than the plan's."""
     products = 0.0
     for p in part.products:
-        if narrow and p.narrows:
-            products += product_seconds(p, hardware, narrow, 1) + cast_seconds(p, hardware)
+        if narrow_precision and p.narrows:
+            products += product_seconds(p, hardware, narrow_precision, 1) + cast_seconds(p, hardware)
         else:
             products += product_seconds(p, hardware, precision, itemsize)
     fused = part.fused / (hardware.peak_flops(precision) * hardware.reached.attention)
@@ -332,7 +334,7 @@ class StepPrice:
 
 def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step from its `work` on a hardware."""
-    plan, clock = work.plan, _Clock(work.plan, hardware, work.execution)
+    plan, clock = work.plan, _PassPricer(work.plan, hardware, work.execution)
     forward, backward, message = _separate_messages(work, *clock.pass_times(work))
     busy = [PassTime() for _ in work.once]
     for stage, forward_time, backward_time in zip(work.stages, forward, backward, strict=True):
@@ -363,11 +365,11 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
 
 def simulate_schedule(work: StepWork, hardware: Hardware, schedule: Schedule) -> Simulation:
     """Simulate a schedule of the plan's stages with the predicted seconds of its passes on a hardware."""
-    clock = _Clock(work.plan, hardware, work.execution)
+    clock = _PassPricer(work.plan, hardware, work.execution)
     return simulate(schedule, _build_action_seconds(*clock.pass_times(work)))
 
 
-class _Clock:
+class _PassPricer:
     """Seconds of a plan's passes and collectives on a hardware, each distinct one computed once."""
 
     def __init__(self, plan: Plan, hardware: Hardware, execution: Execution):
@@ -435,11 +437,14 @@ class _Clock:
         forward, backward = [self.pass_time(p) for p in work.forward], [self.pass_time(p) for p in work.backward]
         return add_message_waits(forward, backward) if work.execution.schedule == "1f1b" else (forward, backward)
 
-    def hide_collectives(self, hidden: Counter[str], room: float) -> tuple[dict[str, float], float]:
-        """Return the waits left by collectives beside `room` seconds of computation, and by how much they slow it."""
-        total, room = sum(hidden.values()), room if self.overlap else 0.0
-        exposed_share = max(0.0, total - room) / total if total else 0.0
-        return {name: exposed_share * s for name, s in hidden.items()}, self.hardware.interference * min(total, room)
+    def hide_collectives(self, hidden: Counter[str], available_seconds: float) -> tuple[dict[str, float], float]:
+        """Return the waits left by collectives beside `available_seconds` seconds of computation, and by how much they
+        slow it."""
+        total, available_seconds = sum(hidden.values()), available_seconds if self.overlap else 0.0
+        exposed_share = max(0.0, total - available_seconds) / total if total else 0.0
+        return {name: exposed_share * s for name, s in hidden.items()}, self.hardware.interference * min(
+            total, available_seconds
+        )
 
     def update_seconds(self, masters: int, moments: int) -> float:
         """Return the seconds of an update of so many masters."""
@@ -503,7 +508,7 @@ def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTi
     return action_seconds
 
 
-def _price_step_end(work: StepWork, clock: _Clock, backward: Spans) -> tuple[dict[str, float], float]:
+def _price_step_end(work: StepWork, clock: _PassPricer, backward: Spans) -> tuple[dict[str, float], float]:
     """Return the waits by axes after the passes of a step, on the stage that ends last, and by how much they make the
     step longer: for the sums of gradients, as far as the last backward pass does not hide them, and for the gathers of
     updated parameters. A stage ends its passes earlier than the first one by the last backward passes of all stages

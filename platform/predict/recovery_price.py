@@ -70,7 +70,7 @@ class CheckpointPrice(NamedTuple):
         return max(1.0, self.saving, best_interval(self.stall, self.mean))
 
 
-class OwnCosts(NamedTuple):
+class MeasuredCosts(NamedTuple):
     """Costs in seconds that a run has measured on so many workers, 0 where it has not: of a `step`; of a `snapshot`, by
     which it makes a step longer; of a checkpoint, for which the run stands (`stall`), and until it is written
     (`saving`)."""
@@ -81,25 +81,25 @@ class OwnCosts(NamedTuple):
     saving: float = 0.0
 
 
-def read_own_costs(run_dir: Path, workers: int) -> OwnCosts:
+def read_measured_costs(run_dir: Path, workers: int) -> MeasuredCosts:
     """Return the costs that the run in a directory measured in its last steps on so many workers; without a readable
     journal or metrics, none."""
     from platform.monitor import events, json_records  # planning a run without one has no time to import these
     from platform.monitor.json_records import JOURNAL, METRICS
-    from platform.monitor.metrics import read_row
+    from platform.monitor.metrics import validate_row
 
     try:
-        rows = json_records.read_last_lines(run_dir / METRICS, read_row)
+        rows = json_records.read_last_lines(run_dir / METRICS, validate_row)
         journal = json_records.read_last_lines(run_dir / JOURNAL, events.parse_event)
         rows = [row for row in rows if row.get("world_size") == workers]
         saves = [event for event in journal if isinstance(event, events.Checkpoint)]
     except (OSError, Malformed):
-        return OwnCosts()
+        return MeasuredCosts()
     measured = {row["step"]: row for row in rows if isinstance(row.get("parts"), dict)}
     after = [measured[save.step + 1] for save in saves if save.step + 1 in measured]
     snapshots = [row["parts"].get("snapshot", 0.0) for row in measured.values()]
     stalls = [max(0.0, row["seconds"]["checkpoint"] - row["parts"].get("snapshot", 0.0)) for row in after]
-    return OwnCosts(
+    return MeasuredCosts(
         step=_median_seconds([row["step_seconds"] for row in measured.values()]),
         snapshot=_median_seconds([seconds for seconds in snapshots if seconds > 0]),
         stall=_median_seconds(stalls),
@@ -118,19 +118,19 @@ class Known(NamedTuple):
 
     device: str
     hardware: Hardware | None
-    own: OwnCosts = OwnCosts()
+    own: MeasuredCosts = MeasuredCosts()
 
 
-def best_interval(cost: float, mean: float) -> float:
+def best_interval(cost: float, seconds_between_failures: float) -> float:
     """Return the seconds between snapshots that cost so many each at which least time is lost, where failures, each
-    losing half of an interval, are `mean` seconds apart (Young 1974, Daly 2006)."""
-    return sqrt(2 * cost * mean)
+    losing half of an interval, are `seconds_between_failures` seconds apart (Young 1974, Daly 2006)."""
+    return sqrt(2 * cost * seconds_between_failures)
 
 
 def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | None = None) -> SnapshotPrice:
     """Predict what a snapshot costs a run under `plan`, of whose consecutive ranks `per_node` are on a node; its cost
     and the best interval too where enough is `known`."""
-    count = count_leaving_bytes(config, plan, per_node)
+    count = count_bytes_leaving_node(config, plan, per_node)
     peak = dense_bf16_peak(config.cluster.gpu) if device_kind(config) == "cuda" else None
     least = peak and plan.flops_per_token * plan.tokens_per_step / (plan.mesh.world_size * peak * USED)
     sent, mean = count * 8 / (config.cluster.network * 1e9), config.elastic.mean_hours_between_failures * HOUR
@@ -158,7 +158,7 @@ def _copy_seconds(count: float, known: Known) -> float:
     return bytes_seconds(2 * count, known.hardware) if known.hardware and on_host else count / HOST_LINK
 
 
-def count_leaving_bytes(config: Config, plan: Plan, per_node: int) -> int:
+def count_bytes_leaving_node(config: Config, plan: Plan, per_node: int) -> int:
     """Predict, from a plan, the most bytes of a snapshot that leave a node of `per_node` consecutive ranks: the masters
     and moments that no rank of another node holds, once each. They are 0 where there is one node."""
     if plan.mesh.world_size <= per_node:
@@ -194,7 +194,7 @@ def settle_intervals(config: Config, plan: Plan, per_node: int, known: Known) ->
     return lines
 
 
-def _reason_of_checkpoints(config: Config, price: CheckpointPrice, costs: OwnCosts) -> str:
+def _reason_of_checkpoints(config: Config, price: CheckpointPrice, costs: MeasuredCosts) -> str:
     """Return why checkpoints are made as often as their price says, for the user."""
     reason = f"one holds up the run for {_format_interval(price.stall, price.mean, bool(costs.stall))}"
     if price.interval_seconds == price.saving:
@@ -211,7 +211,7 @@ def _format_interval(cost: float, mean: float, measured: bool) -> str:
     return f"{format_seconds(cost)}, as {how}, and workers fail every {often} h: least is lost by one every {best}"
 
 
-def _reason_of_snapshots(price: SnapshotPrice, costs: OwnCosts) -> str:
+def _reason_of_snapshots(price: SnapshotPrice, costs: MeasuredCosts) -> str:
     """Return why snapshots are made as often as their price says, for the user."""
     if price.usual and price.interval_steps == int(best_interval(price.cost, price.mean) / price.usual):
         steps = f", steps of {format_seconds(price.usual)}"

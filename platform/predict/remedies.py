@@ -21,7 +21,7 @@ from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number
-from platform.predict.contenders import CHOOSABLE, MOST_CHUNKS, SCHEDULES, SCHEMES, Contender, Space
+from platform.predict.contenders import CHOOSABLE, MOST_CHUNKS, SCHEDULES, SCHEMES, Contender, SearchSpace
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import plan_quickly
 from platform.predict.memory_budget import (
@@ -53,15 +53,15 @@ class Change:
 
 
 def find_best_changes(
-    config: Config, composed: Compose, seconds: float, needed: float, memory: float, hardware: Hardware
+    config: Config, compose_change: Compose, seconds: float, needed: float, memory: float, hardware: Hardware
 ) -> list[Change]:
     """Return the changes of a configuration by which its plan would gain most, the best first: to fit `memory` bytes of
     a worker, if it needs more, else to take less than its `seconds` of a step on a hardware. If no change of one
     part makes it fit, changes of several CHEAP parts are tried, and the one with the least memory is returned if all
-    fail. `composed`: gives the configuration with a change."""
+    fail. `compose_change`: gives the configuration with a change."""
     if config.pipeline.kind not in SCHEDULES or config.plan.search:
         return []
-    space = Space(_open_keys(config))
+    space = SearchSpace(_open_keys(config))
     current = space.read_contender()
     field = Field(space, current.num_workers * space.branch_workers, memory, hardware)
     near = {c: None for c in _iterate_neighbours(current, space) if c != current and c.data % c.experts == 0}
@@ -74,7 +74,7 @@ def find_best_changes(
     def price_best(promising: Sequence[Rated]) -> list[Change]:
         """Plan and price the first contenders; return the changes that lead to them and have a legal plan."""
         changes = [(_list_overrides(current, one.choice, space), one.memory > sure) for one in promising[:most]]
-        tried = [_price_change(composed, config, typed, hardware, measured) for typed, measured in changes]
+        tried = [_price_change(compose_change, config, typed, hardware, measured) for typed, measured in changes]
         return sorted(filter(None, tried), key=lambda change: change.seconds)
 
     least = (1 - LEAST) * seconds if needed <= memory else inf
@@ -91,11 +91,11 @@ def find_best_changes(
 
 
 def _price_change(
-    composed: Compose, config: Config, typed: tuple[str, ...], hardware: Hardware, measured: bool
+    compose_change: Compose, config: Config, typed: tuple[str, ...], hardware: Hardware, measured: bool
 ) -> Change | None:
     """Plan and price a configuration with a change, `measured` if its memory is in doubt; None if it is refused."""
     try:
-        changed = composed(typed)
+        changed = compose_change(typed)
     except ConfigError:
         return None
     changed.parallel.data = config.parallel.data if changed.parallel.data == -1 else changed.parallel.data
@@ -112,17 +112,17 @@ def _open_keys(config: Config) -> Config:
     return opened
 
 
-def _iterate_neighbours(current: Contender, space: Space) -> Iterator[Contender]:
+def _iterate_neighbours(current: Contender, space: SearchSpace) -> Iterator[Contender]:
     """Yield the contenders that differ in one part: in a key's value, or in a number moved by 2 from axis to axis."""
     for part, row in CHOOSABLE.items():
         yield from (replace(current, **{part: value}) for value in row.list_near(space, current))
     if current.scheme in ALIKE:
         yield replace(current, scheme=next(scheme for scheme in ALIKE if scheme != current.scheme))
     yield from _other_schedules(current, space.config.model.layers)
-    yield from _iterate_shifts(current, space.config)
+    yield from _iterate_axis_shifts(current, space.config)
 
 
-def _iterate_cheap_changes(current: Contender, space: Space) -> Iterator[Contender]:
+def _iterate_cheap_changes(current: Contender, space: SearchSpace) -> Iterator[Contender]:
     """Yield the contenders that differ in CHEAP parts, one or several of them."""
     near = {part: [getattr(current, part), *CHOOSABLE[part].list_near(space, current)] for part in CHEAP}
     near["microbatch"] = [n for n in (current.microbatch, current.microbatch // 2, 1) if n]
@@ -142,7 +142,7 @@ def _other_schedules(current: Contender, layers: int) -> Iterator[Contender]:
         yield from (replace(current, kind=kind, chunks=n) for n in chunks)
 
 
-def _iterate_shifts(current: Contender, config: Config) -> Iterator[Contender]:
+def _iterate_axis_shifts(current: Contender, config: Config) -> Iterator[Contender]:
     """Yield the contenders that split one axis into half as many ranks and another one into twice as many."""
     names = [*range(len(current.axes)), "stages", "data", *(["context"] if current.context > 1 else [])]
     for less in names:
@@ -173,7 +173,7 @@ def _adapt_schedule(choice: Contender, layers: int) -> Contender:
     return replace(choice, kind="1f1b" if kind == "interleaved" and chunks == 1 else kind, chunks=chunks)
 
 
-def _list_overrides(current: Contender, other: Contender, space: Space) -> tuple[str, ...]:
+def _list_overrides(current: Contender, other: Contender, space: SearchSpace) -> tuple[str, ...]:
     """Return the overrides by which one contender becomes another."""
     current_values, other_values = space.key_values(current), space.key_values(other)
     return tuple(f"{key}={value}" for key, value in other_values.items() if current_values.get(key) != value)
@@ -259,14 +259,14 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     """Yield (change as the user types it, changed configuration, True if it lessens the bytes of weights) for changes
     that lessen a worker's memory, from the cheapest to changes that take more workers."""
     if (half := c.train.microbatch // 2) and c.pipeline.kind != "file":
-        yield f"train.microbatch={half}", _replace_group(c, "train", microbatch=half), False
+        yield f"train.microbatch={half}", _replace_config_group(c, "train", microbatch=half), False
     if c.tensor.scheme == "1d":
         regions = {**c.tensor.regions, "stream": {"length": ["t"]}}
-        yield "tensor=1d_sp", _replace_group(c, "tensor", scheme="1d_sp", regions=regions), False
+        yield "tensor=1d_sp", _replace_config_group(c, "tensor", scheme="1d_sp", regions=regions), False
     if c.parallel.data > 1 and not c.parallel.zero and not c.branch.only:
-        yield "parallel.zero=1", _replace_group(c, "parallel", zero=1), True
+        yield "parallel.zero=1", _replace_config_group(c, "parallel", zero=1), True
     if c.tensor.gathered == "keep":
-        yield "tensor.gathered=again", _replace_group(c, "tensor", gathered="again"), False
+        yield "tensor.gathered=again", _replace_config_group(c, "tensor", gathered="again"), False
     if c.recompute == "none":
         yield "recompute=selective", replace(c, recompute="selective"), False
     if c.recompute != "full":
@@ -274,36 +274,44 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     if c.recompute == "full" and not c.recompute_offload and device_kind(c) == "cuda":
         yield "recompute_offload=true", replace(c, recompute_offload=True), False
     if half > 1 and c.pipeline.kind != "file":
-        yield "train.microbatch=1", _replace_group(c, "train", microbatch=1), False
+        yield "train.microbatch=1", _replace_config_group(c, "train", microbatch=1), False
     if c.recompute != "full" and half and c.pipeline.kind != "file":
         yield (
             "train.microbatch=1 recompute=full",
-            replace(_replace_group(c, "train", microbatch=1), recompute="full"),
+            replace(_replace_config_group(c, "train", microbatch=1), recompute="full"),
             False,
         )
     if c.parallel.data > 1 and c.parallel.zero != 3 and not c.branch.only:
-        yield "parallel.zero=3", (sharded := _replace_group(c, "parallel", zero=3)), True
+        yield "parallel.zero=3", (sharded := _replace_config_group(c, "parallel", zero=3)), True
         if c.pipeline.kind != "file":
-            least = replace(_replace_group(sharded, "train", microbatch=1), recompute="full")
+            least = replace(_replace_config_group(sharded, "train", microbatch=1), recompute="full")
             yield "parallel.zero=3 train.microbatch=1 recompute=full", least, True
     yield from _iterate_expert_changes(c)
     for axis, n in c.tensor.axes.items():
-        yield f"tensor.axes.{axis}={2 * n}", _replace_group(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}), True
+        yield (
+            f"tensor.axes.{axis}={2 * n}",
+            _replace_config_group(c, "tensor", axes={**c.tensor.axes, axis: 2 * n}),
+            True,
+        )
     if c.parallel.context > 1 and c.parallel.context_kind in ("auto", "gather"):
-        yield "parallel.context_kind=ring", _replace_group(c, "parallel", context_kind="ring"), False
+        yield "parallel.context_kind=ring", _replace_config_group(c, "parallel", context_kind="ring"), False
     if c.parallel.context > 1 and c.parallel.context_kind == "nested":
-        yield "parallel.context_kind=nested_ring", _replace_group(c, "parallel", context_kind="nested_ring"), False
+        yield (
+            "parallel.context_kind=nested_ring",
+            _replace_config_group(c, "parallel", context_kind="nested_ring"),
+            False,
+        )
     for ranks in (n * c.parallel.context for n in (2, 4)):
         if c.model.length % ranks == 0:
-            yield f"parallel.context={ranks}", _replace_group(c, "parallel", context=ranks), True
+            yield f"parallel.context={ranks}", _replace_config_group(c, "parallel", context=ranks), True
     for times in (2, 4):
         stages = times * c.pipeline.stages
         if c.pipeline.kind not in ("none", "file"):
-            yield f"pipeline.stages={stages}", _replace_group(c, "pipeline", stages=stages), True
+            yield f"pipeline.stages={stages}", _replace_config_group(c, "pipeline", stages=stages), True
         elif c.pipeline.kind == "none":
             yield (
                 f"pipeline=1f1b pipeline.stages={stages}",
-                _replace_group(c, "pipeline", kind="1f1b", stages=stages),
+                _replace_config_group(c, "pipeline", kind="1f1b", stages=stages),
                 True,
             )
 
@@ -313,10 +321,10 @@ def _iterate_expert_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     if c.model.experts and not c.model.capacity_factor:
         shared = [n for n in find_divisors(gcd(c.model.experts, c.parallel.data)) if n > c.parallel.experts]
         if shared:
-            yield f"parallel.experts={shared[0]}", _replace_group(c, "parallel", experts=shared[0]), True
-        yield "model.capacity_factor=1.25", _replace_group(c, "model", capacity_factor=1.25), False
+            yield f"parallel.experts={shared[0]}", _replace_config_group(c, "parallel", experts=shared[0]), True
+        yield "model.capacity_factor=1.25", _replace_config_group(c, "model", capacity_factor=1.25), False
 
 
-def _replace_group(config: Config, group: str, **values: Any) -> Config:
+def _replace_config_group(config: Config, group: str, **values: Any) -> Config:
     """Return a changed configuration, a remedy for a plan that lacks memory: other `values` of keys in one `group`."""
     return replace(config, **{group: replace(getattr(config, group), **values)})

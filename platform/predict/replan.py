@@ -99,7 +99,7 @@ def replan(config: Config, workers: int, *, memory: float = inf, hardware: Hardw
         return best
     configured_plan = _plan_fewer_replicas(config, workers, budget)
     if not configured_plan or (config.tensor.uneven and configured_plan[1].mesh.world_size < workers):
-        configured_plan = _Search(config, workers, budget).find_best() or configured_plan
+        configured_plan = _MeshSearch(config, workers, budget).find_best() or configured_plan
     return configured_plan and Replanned(*configured_plan, _explain_replan(config, *configured_plan, workers))
 
 
@@ -188,7 +188,7 @@ class _Sizes(NamedTuple):
         return (*self.tensor, *self.branch, self.stages, self.context, self.data)
 
 
-class _Search:
+class _MeshSearch:
     """Searches all sizes of all axes for the best plan on at most `workers` ranks: most ranks, then fewest bytes moved
     per step, then nearest to the configured sizes."""
 
@@ -286,7 +286,9 @@ class _Search:
             c,
             tensor=replace(c.tensor, axes=dict(zip(self.axes, sizes.tensor, strict=True))),
             branch=replace(c.branch, axes=dict(zip(self.branches, sizes.branch, strict=True))),
-            parallel=replace(c.parallel, data=sizes.data, context=sizes.context, **_kind_of_context(c, sizes.context)),
+            parallel=replace(
+                c.parallel, data=sizes.data, context=sizes.context, **_choose_context_keys(c, sizes.context)
+            ),
             pipeline=pipeline,
         )
 
@@ -296,7 +298,7 @@ class _Search:
         return sum(a != b for a, b in pairs), sum(abs(a - b) for a, b in pairs), sizes
 
 
-def _kind_of_context(config: Config, ranks: int) -> dict[str, Any]:
+def _choose_context_keys(config: Config, ranks: int) -> dict[str, Any]:
     """Return the keys of a configuration's contexts at another number of `ranks`: nested ones stay while they can."""
     inner, parallel = config.parallel.context_heads, config.parallel
     if not inner or (inner < ranks and ranks % inner == 0):

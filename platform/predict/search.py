@@ -22,7 +22,7 @@ from platform.plan.layout import find_factorizations, format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_seconds
-from platform.predict.contenders import AXIS, CHOOSABLE, MODE, SIZE, SKETCH, Contender, Space, list_parts
+from platform.predict.contenders import AXIS, CHOOSABLE, MODE, SIZE, SKETCH, Contender, SearchSpace, list_parts
 from platform.predict.estimate import FEW, SEQUENCES, Circumstances, Columns, Estimator, Sketch, sketch_model
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
@@ -80,11 +80,11 @@ class Finalist:
 
 
 @dataclass(frozen=True)
-class Standings:
+class SearchOutcome:
     """Outcome of a search: its `space`, the finalists that were `tried`, the best first, the number of contenders that
     were `judged`, and the `budget` of memory."""
 
-    space: Space
+    space: SearchSpace
     workers: int
     tried: Sequence[Finalist]
     judged: int
@@ -106,22 +106,22 @@ class Standings:
         return [f for f in self.tried if not f.fits_memory(self.budget)]
 
 
-def search_plans(config: Config, workers: int, memory: float, hardware: Hardware) -> Standings:
+def search_plans(config: Config, workers: int, memory: float, hardware: Hardware) -> SearchOutcome:
     """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
     many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
-    space, judged, nearest = Space(config), 0, None
+    space, judged, nearest = SearchSpace(config), 0, None
     with pause_garbage_collection(), show_phase("searching for a plan"):
         for ranks in _numbers_of_workers(space, workers):
             rated, count = Field(space, ranks, memory, hardware).rate_contenders()
             judged += count
-            standings = Standings(space, ranks, _pick_finalists(space, rated, memory, hardware), judged, memory)
+            standings = SearchOutcome(space, ranks, _pick_finalists(space, rated, memory, hardware), judged, memory)
             nearest = nearest or (standings if standings.tried else None)
             if standings.best_finalist:
                 return standings
-    return replace(nearest, judged=judged) if nearest else Standings(space, workers, [], judged, memory)
+    return replace(nearest, judged=judged) if nearest else SearchOutcome(space, workers, [], judged, memory)
 
 
-def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
+def _numbers_of_workers(space: SearchSpace, workers: int) -> Iterator[int]:
     """Yield the numbers of workers for which contenders are looked for, from the largest down."""
     if not space.has_fixed_workers:
         yield from range(workers, 0, -1)
@@ -130,7 +130,7 @@ def _numbers_of_workers(space: Space, workers: int) -> Iterator[int]:
     yield prod((*axes, space.branch_workers, *space.worker_sizes.values()))
 
 
-def _pick_finalists(space: Space, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
+def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
     """Plan and price contenders, the best by estimate first, as many as may be the quickest that fits;
     return them by price."""
     most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
@@ -165,7 +165,7 @@ def _has_fitting_finalist(finalists: Sequence[Finalist], memory: float) -> bool:
     return any(f.fits_memory(memory) for f in sorted(finalists, key=lambda f: f.sort_key))
 
 
-def _plan_finalist(space: Space, choice: Contender, hardware: Hardware) -> Finalist | None:
+def _plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware) -> Finalist | None:
     """Plan and price one contender; None if it is refused."""
     config = space.build_config(choice)
     if violations_of_configuration(config) or (plan := plan_quickly(config)) is None:
@@ -177,7 +177,7 @@ def _plan_finalist(space: Space, choice: Contender, hardware: Hardware) -> Final
 class Field:
     """All contenders of a space for one number of `workers`. Their sizes are columns, by part and by key of an axis."""
 
-    space: Space
+    space: SearchSpace
     workers: int
     memory: float
     hardware: Hardware
@@ -353,7 +353,7 @@ CHOSEN_NEAR = 0.005  # of a step's seconds: finalists so near to the best are eq
 
 def choose_plan(
     config: Config, workers: int, memory: float = 0.0, hardware: Hardware | None = None
-) -> Standings | None:
+) -> SearchOutcome | None:
     """Choose the open keys of a configuration, in place, for at most `workers` workers; return the ranking, None if no
     key is open. `memory`: bytes of a worker, where more is known than the configuration says; `hardware`: the one for
     which plans are priced, by default `choose_pricing_hardware`. Raises ConfigError if no plan fits."""
@@ -370,7 +370,7 @@ def choose_plan(
     return standings
 
 
-def _violation_of_search(standings: Standings) -> str:
+def _violation_of_search(standings: SearchOutcome) -> str:
     """Return the line that refuses a search without a plan: the nearest to fitting, or that none is legal."""
     keys = ", ".join(standings.space.config.plan.search)
     refusal = f"plan.search={keys}: no plan for {format_count(standings.workers, 'worker')}"
@@ -384,7 +384,7 @@ def _violation_of_search(standings: Standings) -> str:
     )
 
 
-def format_choice(standings: Standings) -> str:
+def format_choice(standings: SearchOutcome) -> str:
     """Return the line with the choice of a search for the user."""
     best = standings.best_finalist
     assert best, "the search has chosen"
@@ -393,7 +393,7 @@ def format_choice(standings: Standings) -> str:
     return f"chosen of {plans}: {' '.join(chosen)}"
 
 
-def format_ranking(standings: Standings, top: int) -> Iterator[str]:
+def format_ranking(standings: SearchOutcome, top: int) -> Iterator[str]:
     """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
     yield f"{standings.judged:,} plans for {format_count(standings.workers, 'worker')}; the best, and why others lost:"
     best = standings.best_finalist

@@ -96,7 +96,7 @@ def _iterate_reached_pairs(
     """Yield, for a kind of collective, the share of a rank's input and the messages of each of some pairs of ranks, and
     how many pairs there are; pairs of other kinds along the same axes are `counted` once."""
     if kind.cuts:  # pairs differ in what they exchange
-        for (sender, receiver), messages, share in _iterate_exchanges(mesh, kind):
+        for (sender, receiver), messages, share in _iterate_pair_traffic(mesh, kind):
             reached_pair = _Reached(Counter(), Counter())
             reached_pair.add_pair(tiers, sender, receiver)
             yield share, messages, reached_pair
@@ -114,7 +114,7 @@ def _iterate_reached_pairs(
             for group in _iterate_launching_groups(mesh, kind):
                 reached.add_all_pairs(tiers, group)
         else:
-            for (sender, receiver), *_ in _iterate_exchanges(mesh, kind):
+            for (sender, receiver), *_ in _iterate_pair_traffic(mesh, kind):
                 reached.add_pair(tiers, sender, receiver)
     yield share, messages, counted[key]
 
@@ -157,16 +157,16 @@ def _count_launches(plan: Plan) -> dict[_Launched, tuple[int, int]]:
     return launches_by_kind
 
 
-def _iterate_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+def _iterate_pair_traffic(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
-    iterate_pairs = _iterate_stage_exchanges if kind.op == "send" else _iterate_group_exchanges
+    iterate_pairs = _iterate_stage_pair_traffic if kind.op == "send" else _iterate_group_pair_traffic
     for pair, messages, share in iterate_pairs(mesh, kind):
         at = mesh.rank_coordinates(pair[0])
         has = prod(Fraction(cut.block_extent(mesh, at), cut.longest_extent()) for cut in kind.cuts)
         yield pair, messages, share * has
 
 
-def _iterate_stage_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+def _iterate_stage_pair_traffic(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of a rank's input for a send between two pipeline stages."""
     for rank in range(mesh.world_size):
         at = mesh.rank_coordinates(rank)
@@ -174,7 +174,7 @@ def _iterate_stage_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tupl
             yield (rank, mesh.find_rank({**at, "stage": kind.stages[1]})), Fraction(1), Fraction(1)
 
 
-def _iterate_group_exchanges(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
+def _iterate_group_pair_traffic(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of a rank's input for one launch along axes of the mesh."""
     for group in _iterate_launching_groups(mesh, kind):
         for sender, receiver, messages, share in iterate_transfers(kind.op, len(group)):

@@ -131,7 +131,7 @@ class WorkRecorder(Recorder):
             if key not in self._known:  # layers are alike
                 forward, backward = _operation_work(self.plan, planned)
                 leaves_out = planned.once and not self.repeats_all
-                self._known[key] = forward, backward, _drop_result(forward, planned) if leaves_out else forward
+                self._known[key] = forward, backward, _drop_unneeded_result(forward, planned) if leaves_out else forward
             self._note_parts(*self._known[key])
         return symbols
 
@@ -244,7 +244,7 @@ def _operation_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     return tuple(parts)  # type: ignore[return-value]
 
 
-def _drop_result(forward: Part, planned: PlannedOperation) -> Part:
+def _drop_unneeded_result(forward: Part, planned: PlannedOperation) -> Part:
     """Return the work of an operation that is recomputed but for its result."""
     remaining = Counter(forward.collectives) - Counter(planned.results)
     return replace(forward, products=(), kernels=0, collectives=tuple(remaining.elements()))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from platform.boundary.documents import printable_line
-from platform.boundary.local_files import WholeFile, may_be_replaced
+from platform.boundary.local_files import ReplacedFile, may_be_replaced
 from platform.boundary.refusals import DONE, ConfigError, build_command_line, format_violation, run_command
 from platform.boundary.terminal import print_line, show_phase
 from platform.report.page import page_html
@@ -74,7 +74,7 @@ def _write_or_serve_page(arguments: argparse.Namespace) -> int:
     if not arguments.output and not may_be_replaced(output):
         # in the directory of anybody: what it leads to was not asked for
         raise ConfigError("--output", output, "is no regular file", ["--output FILE.html"])
-    page_file = WholeFile(output, "--output")
+    page_file = ReplacedFile(output, "--output")
     with show_phase("reading the run" if len(runs) == 1 else "reading the runs"):
         for run in runs:
             run.read_run_news()

@@ -13,9 +13,9 @@ from platform.config.key import format_hms
 from platform.monitor import events
 from platform.monitor.events import End, JournalEvent
 from platform.monitor.goodput import LINES, Account, compute_goodput
-from platform.monitor.metrics import Columns
+from platform.monitor.metrics import MetricColumns
 from platform.plan.plan_summary import format_number
-from platform.status.run_facts import clock_text, collect_facts, state_word
+from platform.status.run_facts import clock_text, collect_run_facts, state_word
 from platform.status.seen_run import Look
 
 _ENDED = (events.GaveUp, events.Unsaved, events.Stopped, events.NoPlaces, events.ClusterLost)  # not as was asked for
@@ -91,7 +91,7 @@ def list_origins(look: Look) -> Iterator[tuple[str, str]]:
 _RECENT = 50  # steps whose median speed is shown
 
 
-def state_line(look: Look | None, columns: Columns) -> dict[str, Any]:
+def state_line(look: Look | None, columns: MetricColumns) -> dict[str, Any]:
     """Return the state of a run as `tone` (good, warn, bad, live), `line` and further `details`, lines of text."""
     if look is None:
         line = f"of this run only its metrics are here, up to step {columns.steps[-1]:,}" if columns.steps else ""
@@ -106,22 +106,22 @@ def state_line(look: Look | None, columns: Columns) -> dict[str, Any]:
     return {"tone": "good" if look.evidence.end_event else "live", "line": line, "details": []}
 
 
-def last_number(columns: Columns, name: str) -> float | None:
+def last_number(columns: MetricColumns, name: str) -> float | None:
     """Return the last number in a column of a run's metrics, None if it has none."""
     return next((v for v in reversed(columns.column(name)) if v == v), None)
 
 
-def _last_step(look: Look, columns: Columns) -> int:
+def _last_step(look: Look, columns: MetricColumns) -> int:
     """Return the last step of a run that is recorded."""
     return columns.steps[-1] if columns.steps else look.evidence.last_step
 
 
-def list_key_numbers(look: Look | None, columns: Columns) -> Iterator[tuple[str, str, str]]:
+def list_key_numbers(look: Look | None, columns: MetricColumns) -> Iterator[tuple[str, str, str]]:
     """Yield the most important numbers of a run as (name, value, remark)."""
     if look:
         of = f"of {look.evidence.steps:,}" if look.evidence.steps else ""
         yield "step", f"{_last_step(look, columns):,}", of
-        if (left := collect_facts(look)["seconds_left"]) is not None:
+        if (left := collect_run_facts(look)["seconds_left"]) is not None:
             yield "time left", format_hms(int(left)), ""
     if (loss := last_number(columns, "train/loss")) is not None:
         yield "loss", f"{loss:.4f}", ""

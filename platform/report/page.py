@@ -41,7 +41,7 @@ def content_policy(live: bool) -> str:
     )
 
 
-def inert_json(data: Any) -> str:
+def script_safe_json(data: Any) -> str:
     """Return plain data of a page as JSON without a character that could end the script element that it stands in."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_INERT)
 
@@ -61,5 +61,5 @@ def page_html(data: Mapping[str, Any]) -> str:
         scripts="\n".join(f"<script>{_read_static_file(name)}</script>" for name in _SCRIPTS),
         first=first,
         made=time.strftime("Written on %Y-%m-%d at %H:%M:%S.", time.localtime(data["made"])),
-        data=inert_json(data),
+        data=script_safe_json(data),
     )

@@ -27,13 +27,13 @@ from platform.monitor import events
 from platform.monitor.events import JournalEvent
 from platform.monitor.goodput import KINDS, build_account
 from platform.monitor.json_records import JOURNAL, METRICS
-from platform.monitor.metrics import Columns
+from platform.monitor.metrics import MetricColumns
 from platform.plan.layout import format_count
 from platform.plan.plan_summary import format_number
 from platform.report import account
 from platform.report.account import list_key_numbers, state_line
 from platform.report.panel_table import all_panels, matches_metric, panel_table
-from platform.status.seen_run import Look, look_into_run, read_owner
+from platform.status.seen_run import Look, read_lock_owner, read_run_contents
 
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:
 _POINTS = (60, 1000)
@@ -49,7 +49,7 @@ class WatchedRun:
     def __init__(self, directory: Path):
         """Prepare to read the run in a directory, of which nothing need be there yet."""
         self.directory = directory
-        self.columns = Columns(directory / METRICS)
+        self.columns = MetricColumns(directory / METRICS)
         self.found: Look | None = None
         self.faults: list[str] = []
 
@@ -62,15 +62,15 @@ class WatchedRun:
         """Read the news of the run directory; return how many of the rows of metrics, from the first, still hold."""
         self.found = None
         with suppress(ConfigError):
-            self.found = look_into_run(self.directory)
+            self.found = read_run_contents(self.directory)
         self.faults = list(self.found.torn) if self.found else []
-        kept = self.read_metrics_news()
+        kept = self.read_new_metrics()
         if self.columns.unread:
             lines = format_count(self.columns.unread, "line")
             self.faults.append(f"{METRICS}: {lines} passed over, as no row of metrics")
         return kept
 
-    def read_metrics_news(self) -> int:
+    def read_new_metrics(self) -> int:
         """Read new rows of metrics of the run; return how many of the rows, from the first, still hold."""
         try:
             return self.columns.read_rows_and_count_kept()
@@ -80,7 +80,7 @@ class WatchedRun:
 
     def change_signature(self) -> list[Any]:
         """Return what changes with the files of the run directory, but for its metrics, and with its driver's death."""
-        signature: list[Any] = [read_owner(self.directory)]
+        signature: list[Any] = [read_lock_owner(self.directory)]
         for name in (JOURNAL, run_directory.CONFIG, run_directory.PLAN, run_directory.LOCK, _TIMELINE):
             with suppress(OSError):
                 state = (self.directory / name).stat()
@@ -165,7 +165,7 @@ def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]
     }  # fmt: skip
 
 
-def _seconds_by_step(columns: Columns) -> dict[int, float]:
+def _seconds_by_step(columns: MetricColumns) -> dict[int, float]:
     """Return step -> its seconds, of the steps in a run's metrics whose time is known."""
     return {step: s for step, s in zip(columns.steps, columns.column("perf/step_seconds"), strict=True) if s == s}
 
@@ -189,7 +189,7 @@ def run_headlines(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
     return [_run_headline(run) for run in runs]
 
 
-def new_rows(columns: Columns, first: int, most: int) -> dict[str, Any] | None:
+def new_rows(columns: MetricColumns, first: int, most: int) -> dict[str, Any] | None:
     """Return the rows of a run's metrics from `first` on, for curves that are drawn already; None if they are more than
     `most`, or have numbers of metrics that few rows have."""
     steps = columns.steps[first:]
@@ -203,7 +203,7 @@ def new_rows(columns: Columns, first: int, most: int) -> dict[str, Any] | None:
     return {"grid": grid, "of": {name: _round_values(np.asarray(columns.column(name)[first:])) for name in dense}}
 
 
-def build_curves(columns: Columns, points: int) -> dict[str, Any]:
+def build_curves(columns: MetricColumns, points: int) -> dict[str, Any]:
     """Return the curves of a run's metrics: `grids`, lists of the steps, tokens and hours of training of points, and by
     W&B name [grid, means] or [grid, means, lowest, highest].
 
@@ -257,7 +257,7 @@ def _is_sparse(name: str) -> bool:
     return name.split("/")[0] in ("val", "tasks", "layers") or name == "elastic/recovery_seconds"
 
 
-def _spread_values(columns: Columns, name: str, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _spread_values(columns: MetricColumns, name: str, rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return a number per part of `rows`: the mean of a median, else from the row of the lowest min or highest max."""
     numbers, end = np.asarray(columns.column(name.replace("ranks/", "workers/", 1)))[rows], name.rpartition("/")[2]
     if end == "median":

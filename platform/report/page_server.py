@@ -34,7 +34,7 @@ _HEAD = 10.0  # seconds that the head of a question may take to come
 
 
 class LivePage:
-    """Data of a served page of runs, and the changes of it; `look_forever` watches them in a thread of its own."""
+    """Data of a served page of runs, and its changes; `watch_runs_forever` watches them in its own thread."""
 
     def __init__(self, runs: Sequence[WatchedRun]):
         """Look at the runs for the first time."""
@@ -43,14 +43,14 @@ class LivePage:
         self._number, self._changes = 0, deque[tuple[list[int], str]](maxlen=_KEPT)  # (rows that hold, kind)
         self._looked = 0.0
         self._files = [run.change_signature() for run in runs]
-        self._states = self._look_at_all()
+        self._states = self._refresh_all_runs()
 
     def current_page_data(self) -> dict[str, Any]:
         """Return the data of the page now, with the number of the last change in it."""
         with self._changed:
             return collect_page_data(self._runs, live=True) | {"change": f"{self._session}-{self._number}"}
 
-    def look_forever(self) -> None:
+    def watch_runs_forever(self) -> None:
         """Look at the runs again and again, and note each change."""
         while True:
             time.sleep(_PERIOD)
@@ -65,14 +65,14 @@ class LivePage:
         """Look at the runs under the lock, and note a change."""
         before = [len(run.columns.steps) for run in self._runs]
         known = [set(run.columns.column_names) for run in self._runs]
-        kept = [run.read_metrics_news() for run in self._runs]
+        kept = [run.read_new_metrics() for run in self._runs]
         counts = zip(self._runs, kept, before, strict=True)
         kind = "rows" * any(k < b or len(run.columns.steps) > b for run, k, b in counts)
         if kind and any(set(run.columns.column_names) != names for run, names in zip(self._runs, known, strict=True)):
             kind = "page"
         files = [run.change_signature() for run in self._runs]
         if files != self._files or time.monotonic() - self._looked > _FULL:
-            states, kind = self._look_at_all(), "page" if files != self._files else kind
+            states, kind = self._refresh_all_runs(), "page" if files != self._files else kind
             kind = kind or ("state" if states != self._states else "")
             self._files, self._states = files, states
         if kind:
@@ -96,7 +96,7 @@ class LivePage:
                 seen = self._number
             yield missed_change
 
-    def _look_at_all(self) -> list[Any]:
+    def _refresh_all_runs(self) -> list[Any]:
         """Look at all files of the runs; return their headlines."""
         for run in self._runs:
             run.read_run_news()
@@ -140,7 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._deadline.cancel()
         place, _, query = self.path.partition("?")
         _, token, path = f"{place}//".split("/", 2)
-        if not self.server.is_own_name(self.headers.get("Host", "")):  # a page of elsewhere, under a name that it chose
+        if not self.server.is_allowed_host(
+            self.headers.get("Host", "")
+        ):  # a page of elsewhere, under a name that it chose
             self.send_error(HTTPStatus.FORBIDDEN, "this page is served under its own address alone")
         elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self.send_error(HTTPStatus.FORBIDDEN, "the address has a token, which the command prints")
@@ -202,7 +204,7 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
-    def is_own_name(self, name: str) -> bool:
+    def is_allowed_host(self, name: str) -> bool:
         """Return True if a browser asked for the page under a name that is its own: on loopback, one of loopback."""
         host = name.rpartition(":")[0] if not name.endswith("]") and ":" in name else name
         return not _is_loopback(str(self.server_address[0])) or _is_loopback(host.strip("[]"))
@@ -218,6 +220,6 @@ def _is_loopback(host: str) -> bool:
 
 def serve_page(server: PageServer) -> None:
     """Serve a live page of runs until this process is asked to end."""
-    threading.Thread(target=server.page.look_forever, daemon=True).start()
+    threading.Thread(target=server.page.watch_runs_forever, daemon=True).start()
     with server:
         server.serve_forever()

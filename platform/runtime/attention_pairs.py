@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from platform.plan.layout import NONE, Pair, Stretch, place_stretches
-from platform.plan.model_types import MATH, AttentionTraits, choose_kernel
+from platform.plan.model_types import MATH, AttentionTraits, resolve_auto_kernel
 from platform.runtime.positions import additive_mask
 from platform.runtime.statistics import widen_dtype
 
@@ -58,19 +58,19 @@ class PairKernel(NamedTuple):
     halves: range = NONE
 
 
-def choose_pair_kernel(name: str, qkv: QueryKeyValue, masked: bool) -> PairKernel:
-    """Return the kernel `name`, under `auto` the preferred one, for q, k and v; `masked`: some scores are hidden."""
+def choose_pair_kernel(name: str, qkv: QueryKeyValue, masks_scores: bool) -> PairKernel:
+    """Return the kernel `name`, or the preferred one under `auto`; `masks_scores`: some scores are hidden."""
     q, k, v = qkv
     traits = AttentionTraits(
         _PRECISIONS[q.dtype],
         q.shape[-1],
-        mask=masked,
+        mask=masks_scores,
         grouped=q.shape[1] != k.shape[1],
         deterministic=torch.are_deterministic_algorithms_enabled(),
         d_value=0 if q.shape[-1] == v.shape[-1] else v.shape[-1],
     )
     device = "cpu" if q.device.type == "cpu" else "cuda"
-    name = choose_kernel(name, device, traits)
+    name = resolve_auto_kernel(name, device, traits)
     kernel = PRODUCTS if name == MATH else FUSED[device, name]
     return kernel._replace(halves=NONE) if q.element_size() < 4 else kernel  # it packs operands of 16 bits by call
 
@@ -250,7 +250,7 @@ Begins = np.ndarray[Any, Any]  # [length, batch]: the position at which the docu
 Cut = tuple[Stretch, Stretch, tuple[int, int]]  # rows, their positions, where the first and last of documents begin
 
 
-class _Known(NamedTuple):
+class _HostCopy(NamedTuple):
     """Data tensor as the host knows it: its numbers, and the pairs found so far, which all layers share."""
 
     begins: Begins
@@ -265,44 +265,55 @@ def note_host_copy(tensor: Tensor, on_host: Begins | Tensor) -> None:
     _ON_HOST[tensor] = on_host
 
 
-def _known_on_host(begins: Tensor) -> _Known:
+def _find_host_copy(begins: Tensor) -> _HostCopy:
     """Return a data tensor as the host knows it; of one on a device, `note_host_copy` has noted the numbers."""
     if begins not in _KNOWN:
         host_copy = begins if begins.device.type == "cpu" else _ON_HOST[begins]
-        _KNOWN[begins] = _Known(np.asarray(host_copy), {})
+        _KNOWN[begins] = _HostCopy(np.asarray(host_copy), {})
     return _KNOWN[begins]
 
 
 def document_pairs(
-    begins: Tensor, queries: Sequence[Stretch], short: int, key: Any, pairs: Callable[..., list[Pair]]
+    document_starts: Tensor,
+    queries: Sequence[Stretch],
+    max_short_positions: int,
+    cache_key: Any,
+    build_pairs: Callable[..., list[Pair]],
 ) -> list[Pair]:
-    """Return the pairs in which `queries`, at these positions, see keys of their documents, which begin at `begins`.
-    `pairs`: function of consecutive queries and of where their first and last document begins, as `stretches.pairs`;
-    `key`: all on which its result depends; `short`: the most positions of documents that share a mask."""
-    known, key = _known_on_host(begins), (tuple(queries), short, key)
-    if key not in known.pairs:
+    """Return the pairs in which `queries`, at these positions, see keys of their documents, which begin at
+    `document_starts`. `build_pairs`: function of consecutive queries and of where their first and last document begins,
+    as `platform.plan.layout.pair_queries_with_keys`; `cache_key`: all on which its result depends;
+    `max_short_positions`: the most positions of documents that share a mask."""
+    known, cache_key = _find_host_copy(document_starts), (tuple(queries), max_short_positions, cache_key)
+    if cache_key not in known.pairs:
         cut_pairs = (
             pair._replace(rows=Stretch(rows.first + pair.rows.first, pair.rows.size), sequences=sequences)
-            for sequences, (rows, positions, borders) in _cut_sequences(known.begins, queries, short)
-            for pair in pairs([positions], borders)
+            for sequences, (rows, positions, borders) in _cut_sequences(known.begins, queries, max_short_positions)
+            for pair in build_pairs([positions], borders)
         )
-        known.pairs[key] = list(cut_pairs)
-    return known.pairs[key]
+        known.pairs[cache_key] = list(cut_pairs)
+    return known.pairs[cache_key]
 
 
-def _cut_sequences(begins: Begins, queries: Sequence[Stretch], short: int) -> Iterator[tuple[Stretch, Cut]]:
+def _cut_sequences(
+    document_starts: Begins, queries: Sequence[Stretch], max_short_positions: int
+) -> Iterator[tuple[Stretch, Cut]]:
     """Yield (sequences, cut) for queries to compute together: sequences cut alike whose long documents begin alike."""
 
     def cut_sequence(column: Begins) -> list[Cut]:
         """Return the cuts of one sequence."""
-        return [cut for row, q in place_stretches(queries) for cut in _cut_at_documents(column, row, q, short)]
+        return [
+            cut
+            for row, q in place_stretches(queries)
+            for cut in _cut_queries_at_documents(column, row, q, max_short_positions)
+        ]
 
     def sequence_key(cuts: list[Cut]) -> list[Any]:
         """Return the key of a sequence, by which its neighbours are computed together with it."""
-        return [(rows, begins if rows.size > short else ()) for rows, _, begins in cuts]
+        return [(rows, document_starts if rows.size > max_short_positions else ()) for rows, _, document_starts in cuts]
 
     first = 0
-    for _, group in groupby(map(cut_sequence, begins.T), sequence_key):
+    for _, group in groupby(map(cut_sequence, document_starts.T), sequence_key):
         alike = list(group)
         for cuts in zip(*alike, strict=True):
             rows, q, _ = cuts[0]
@@ -311,15 +322,15 @@ def _cut_sequences(begins: Begins, queries: Sequence[Stretch], short: int) -> It
         first += len(alike)
 
 
-def _cut_at_documents(column: Begins, row: int, q: Stretch, short: int) -> list[Cut]:
+def _cut_queries_at_documents(document_starts: Begins, row: int, q: Stretch, max_short_positions: int) -> list[Cut]:
     """Return a stretch of one sequence's queries, from `row` on, cut between documents that are not short together."""
-    document_begins = column[row : row + q.size]
+    document_begins = document_starts[row : row + q.size]
     borders = [0, *(int(i) + 1 for i in np.flatnonzero(np.diff(document_begins))), q.size]
     cuts: list[Cut] = []
     for start, end in zip(borders, borders[1:], strict=False):
         begin = int(document_begins[start])
         cut_before = cuts[-1] if cuts else None
-        if cut_before and q.first + end - min(cut_before[2][0], begin) <= short:
+        if cut_before and q.first + end - min(cut_before[2][0], begin) <= max_short_positions:
             start = cut_before[0].first - row
             borders_of = min(cut_before[2][0], begin), max(cut_before[2][1], begin)
             cuts.pop()

@@ -5,9 +5,8 @@ Losses are over a vocab that may be split over ranks: of given logits (`cross_en
 is cross-entropy, or any function of three numbers per label (`Likelihood`), which all ranks have in common. Its
 gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`LogitDerivatives`).
 
-`HiddenRows` are the two products of a feed-forward layer with a function between them; `compute_by_chunks` computes the
-hidden rows again in the backward pass.
-"""
+`TwoLayerWeights` are the two products of a feed-forward layer with a function between them; `compute_by_chunks`
+computes the hidden rows again in the backward pass."""
 
 from __future__ import annotations
 
@@ -23,18 +22,18 @@ from torch import Tensor
 
 from platform.plan.operation_plan import loss_chunk_rows
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import convert, is_absent
+from platform.runtime.conversion import convert, is_absent_block
 from platform.runtime.einsum import Deferred
 from platform.runtime.products import add_product, local_einsum_function
 from platform.runtime.residency import Operands
 from platform.runtime.residual import Region
 from platform.runtime.statistics import (
     AddPart,
-    add_computed_gradient,
     add_gradient,
     add_local_gradient_sum,
     can_accumulate,
-    gradient_parts,
+    compute_and_add_gradient,
+    open_gradient_adder,
     widen_dtype,
 )
 
@@ -70,9 +69,9 @@ class LogitDerivatives:
 class Classes:
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
-    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `compile_region`: wrapper
-    that compiles a function (`platform.runtime.compilation.compile_region`), None: all run eagerly, on a chunk of rows
-    at a time."""
+    spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
+    compiles a function (`platform.runtime.compilation.compile_region`), None: all run eagerly, on a chunk of rows at a
+    time."""
 
     over: tuple[str, ...]
     first: int
@@ -99,34 +98,42 @@ class Targets:
         return Targets(self.labels[rows], None if self.weights is None else self.weights[rows])
 
 
-def _row_statistics(logits: Tensor, column: Tensor, sums: bool) -> Tensor:
-    """Compute the statistics of the loss per row of the logits [rows, columns]: log-sum-exp, the logit at `column`
-    [rows, 1] and, with `sums`, the sum; stacked [2 or 3, rows], in the type of statistics."""
+def _row_statistics(logits: Tensor, label_column: Tensor, with_sums: bool) -> Tensor:
+    """Compute the statistics of the loss per row of the logits [rows, columns]: log-sum-exp, the logit at
+    `label_column` [rows, 1] and, with `with_sums`, the sum; stacked [2 or 3, rows], in the type of statistics."""
     wide = widen_dtype(logits)
     if not wide.shape[1]:  # a block of nothing but padding
-        nothing = wide.new_zeros(1 + sums, len(wide))
+        nothing = wide.new_zeros(1 + with_sums, len(wide))
         return torch.cat((wide.new_full((1, len(wide)), -torch.inf), nothing))
     logs = torch.log_softmax(wide, -1)
-    target = wide.gather(1, column)
-    row_numbers = [(target - logs.gather(1, column)).squeeze(1), target.squeeze(1)]
-    return torch.stack([*row_numbers, wide.sum(1)] if sums else row_numbers)
+    target = wide.gather(1, label_column)
+    row_numbers = [(target - logs.gather(1, label_column)).squeeze(1), target.squeeze(1)]
+    return torch.stack([*row_numbers, wide.sum(1)] if with_sums else row_numbers)
 
 
 def _differentiate_compiled(
-    logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
+    logits: Tensor,
+    shift: Tensor,
+    column: Tensor,
+    added_at_label: Tensor,
+    probability_factor: Tensor | None,
+    added_everywhere: Tensor | None,
 ) -> None:
-    """Replace `logits` by the loss's gradient as `_differentiate_logits` does, in one kernel if compiled."""
+    """Replace `logits` by the loss's gradient as `_overwrite_logits_with_gradient` does, in one kernel if compiled."""
     exponential = (widen_dtype(logits) - shift).exp()
-    p = exponential if whole is None else exponential * whole
+    p = exponential if probability_factor is None else exponential * probability_factor
     target = torch.arange(logits.shape[1], device=logits.device) == column
-    logits.copy_(torch.where(target, p + share, p if every is None else p + every))
+    logits.copy_(torch.where(target, p + added_at_label, p if added_everywhere is None else p + added_everywhere))
 
 
-def _merge_statistics(statistics: Tensor, mine: Tensor, communicator: Communicator, over: Sequence[str]) -> Tensor:
-    """Merge the loss `_row_statistics` [2 or 3, rows] of the ranks along the axes `over`, which split the vocabulary,
-    by two all-reduces; `mine` [rows]: True where this rank has the label's column."""
+def _all_reduce_loss_statistics(
+    statistics: Tensor, has_label: Tensor, communicator: Communicator, over: Sequence[str]
+) -> Tensor:
+    """Merge the statistics of the loss [2 or 3, rows], as `_row_statistics` gives them, of the ranks along the axes
+    `over`, which split the vocabulary, by two all-reduces; `has_label` [rows]: True where this rank has the label's
+    column."""
     top = communicator.launch("all_reduce", statistics[0], over, reduce="max").wait()
-    sums = torch.stack(((statistics[0] - top).exp(), statistics[1].where(mine, 0.0), *statistics[2:]))
+    sums = torch.stack(((statistics[0] - top).exp(), statistics[1].where(has_label, 0.0), *statistics[2:]))
     sums = communicator.launch("all_reduce", sums, over, owned=True).wait()
     return torch.cat(((top + sums[0].log())[None], sums[1:]))
 
@@ -138,9 +145,12 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(i, i + size) for i in range(0, rows, size))
 
 
-def _compute_token_losses(statistics: Tensor, classes: Classes, gradient: bool) -> tuple[Tensor, LogitDerivatives]:
-    """Compute the loss of each token, a row of logits: [rows], from `statistics`, the rows' `_row_statistics` over the
-    whole vocab; and, with `gradient`, the loss's derivatives by the logits as `LogitDerivatives`."""
+def _compute_token_losses(
+    statistics: Tensor, classes: Classes, with_derivatives: bool
+) -> tuple[Tensor, LogitDerivatives]:
+    """Compute the loss of each token, a row of logits: [rows], from `statistics`, the rows' statistics
+    (`_row_statistics`) over the whole vocab; and, with `with_derivatives`, the loss's derivatives by the logits as
+    `LogitDerivatives`."""
     (logsumexp, target), smoothing, vocab = statistics[:2], classes.smoothing, classes.vocab
     if not classes.loss:
         losses = logsumexp - (1 - smoothing) * target
@@ -148,10 +158,10 @@ def _compute_token_losses(statistics: Tensor, classes: Classes, gradient: bool) 
             losses = losses - smoothing / vocab * statistics[2]
         return losses, LogitDerivatives(None, smoothing - 1, -smoothing / vocab if smoothing else None)
     terms = target - logsumexp, logsumexp, statistics[2] / vocab - logsumexp
-    likelihoods = [x.detach().requires_grad_(gradient) for x in terms]
-    with torch.set_grad_enabled(gradient):
+    likelihoods = [x.detach().requires_grad_(with_derivatives) for x in terms]
+    with torch.set_grad_enabled(with_derivatives):
         losses = classes.loss(Likelihood(*likelihoods))
-    if not gradient:
+    if not with_derivatives:
         return losses, LogitDerivatives(None, 0.0, None)
     ones = torch.ones_like(losses)
     label, whole, mean = torch.autograd.grad(losses, likelihoods, ones, allow_unused=True, materialize_grads=True)
@@ -159,29 +169,29 @@ def _compute_token_losses(statistics: Tensor, classes: Classes, gradient: bool) 
 
 
 def compute_loss_and_gradient(
-    logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes, gradient: bool
+    logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes, with_gradient: bool
 ) -> Tensor:
     """Return the sum of the loss, -log softmax(logits)[label] or `classes.loss`, over this rank's tokens as an fp64
-    scalar; with `gradient`, replace the logits [rows, columns] by the gradient of that sum. Rows with the label -1 do
-    not count."""
+    scalar; with `with_gradient`, replace the logits [rows, columns] by the gradient of that sum. Rows with the label -1
+    do not count."""
     real = min(max(classes.vocab - classes.first, 0), logits.shape[1])  # columns that are not padding
     labels, known = targets.labels, logits[:, :real]
     column = labels - classes.first
     mine = (column >= 0) & (column < real)
     column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
-    statistics, differentiate, chunks = _row_statistics, _differentiate_logits, list(_row_chunks(logits))
+    statistics, differentiate, chunks = _row_statistics, _overwrite_logits_with_gradient, list(_row_chunks(logits))
     if classes.region and real:  # nothing in the type of statistics is kept: all rows at once
         statistics, differentiate = classes.region(_row_statistics), classes.region(_differentiate_compiled)
         chunks = [slice(None)]
     merged_statistics = torch.cat([statistics(known[at], column[at], classes.needs_logit_sums) for at in chunks], 1)
     if classes.over:
-        merged_statistics = _merge_statistics(merged_statistics, mine, communicator, classes.over)
-    losses, derivatives = _compute_token_losses(merged_statistics, classes, gradient)
+        merged_statistics = _all_reduce_loss_statistics(merged_statistics, mine, communicator, classes.over)
+    losses, derivatives = _compute_token_losses(merged_statistics, classes, with_gradient)
     if targets.weights is not None:
         weights = targets.weights.to(losses.dtype)
         losses, derivatives = losses * weights, derivatives.multiply_by_weights(weights)
     counts = labels >= 0
-    if gradient:
+    if with_gradient:
         logits[:, real:] = 0
 
         def mask_uncounted_rows(derivative: Tensor | float, where: Tensor = counts) -> Tensor:
@@ -199,8 +209,13 @@ def compute_loss_and_gradient(
     return losses.where(counts, 0.0).double().sum()
 
 
-def _differentiate_logits(
-    logits: Tensor, shift: Tensor, column: Tensor, share: Tensor, whole: Tensor | None, every: Tensor | None
+def _overwrite_logits_with_gradient(
+    logits: Tensor,
+    shift: Tensor,
+    column: Tensor,
+    added_at_label: Tensor,
+    probability_factor: Tensor | None,
+    added_everywhere: Tensor | None,
 ) -> None:
     """Replace `logits` [rows, columns] by the gradient of the loss: p = whole * exp(logits - shift) + every, and at the
     label's `column` p - every + share. The other tensors are [rows, 1], in the type of statistics, in which it is
@@ -208,12 +223,12 @@ def _differentiate_logits(
     if not logits.shape[1]:
         return
     target = (logits.gather(1, column) - shift).exp()
-    target = (target if whole is None else target * whole) + share
+    target = (target if probability_factor is None else target * probability_factor) + added_at_label
     gradient = (logits.sub_(shift) if logits.dtype == shift.dtype else logits - shift).exp_()
-    if whole is not None:
-        gradient *= whole
-    if every is not None:
-        gradient += every
+    if probability_factor is not None:
+        gradient *= probability_factor
+    if added_everywhere is not None:
+        gradient += added_everywhere
     gradient.scatter_(1, column, target)
     if gradient is not logits:
         logits.copy_(gradient)
@@ -267,7 +282,7 @@ class _AtOnce(torch.autograd.Function):
             dbias = dbias.mul_(dloss)
         if ctx.leaf is None:
             return dx.mul_(dloss), dtable.mul_(dloss).to(dx.dtype), dbias, None, None, None
-        add_computed_gradient(ctx.leaf, partial(_add_scaled_gradient, dtable, dloss.to(dtable.dtype)))
+        compute_and_add_gradient(ctx.leaf, partial(_add_scaled_gradient, dtable, dloss.to(dtable.dtype)))
         return dx.mul_(dloss), None, dbias, None, None, None
 
 
@@ -308,17 +323,23 @@ def _compute_loss_by_chunks(
     return total
 
 
-def _compute_logits(x: Tensor, table: Tensor, bias: Tensor | None, coming: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this rank's logits: the planned product of x and the vocabulary `table`, which `coming` gathers, plus
-    `bias`. Returns x and table as converted, and the logits in new memory."""
-    communicator, group, (e,) = coming.communicator, coming.group, coming.group.einsums
-    (arriving,) = coming.start_conversions([table])
+def _compute_logits(
+    x: Tensor, table: Tensor, bias: Tensor | None, operand_conversions: Operands
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute this rank's logits: the planned product of x and the vocabulary `table`, which `operand_conversions`
+    gathers, plus `bias`. Returns x and table as converted, and the logits in new memory."""
+    communicator, group, (e,) = (
+        operand_conversions.communicator,
+        operand_conversions.group,
+        operand_conversions.group.einsums,
+    )
+    (arriving,) = operand_conversions.start_conversions([table])
     converted_x = convert(communicator, x, group.x.forward).wait()
     converted_table = arriving.wait()
-    coming.start_next_conversions()
+    operand_conversions.start_next_conversions()
     product = local_einsum_function(e.x_dims, e.dims, e.out_dims)(converted_x, converted_table)
     y = convert(communicator, product, e.output.forward, owned=True).wait().contiguous()
-    if bias is not None and not is_absent(y):
+    if bias is not None and not is_absent_block(y):
         y += bias
     return converted_x, converted_table, y
 
@@ -336,7 +357,7 @@ class _Kept(torch.autograd.Function):
         ctx.coming, ctx.deferred = coming, deferred
         ctx.leaf = table if can_accumulate(table) else None
         ctx.save_for_backward(x if group.regathered else converted_x, table if e.regathered else converted_table, y)
-        if is_absent(y):
+        if is_absent_block(y):
             return y.double().sum()
         return compute_loss_and_gradient(y.view(-1, y.shape[-1]), targets, communicator, classes, True)
 
@@ -346,14 +367,14 @@ class _Kept(torch.autograd.Function):
         x, table, y = ctx.saved_tensors
         communicator, group, (e,) = ctx.coming.communicator, ctx.coming.group, ctx.coming.group.einsums
         coming = convert(communicator, y, e.output.backward)
-        (operand,) = ctx.coming.start_conversions([table], back=True)
+        (operand,) = ctx.coming.start_conversions([table], in_backward=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         dbias = None
         if ctx.biased is not None:
-            dbias = y.new_zeros(ctx.biased) if is_absent(y) else y.flatten(0, -2).sum(0).mul_(dloss)
+            dbias = y.new_zeros(ctx.biased) if is_absent_block(y) else y.flatten(0, -2).sum(0).mul_(dloss)
         table, dy = operand.wait(), coming.wait()
-        ctx.coming.start_next_conversions(back=True)
+        ctx.coming.start_next_conversions(in_backward=True)
         dx = local_einsum_function(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
         arriving = convert(communicator, dx, group.x.backward, owned=True)
 
@@ -368,7 +389,7 @@ class _Kept(torch.autograd.Function):
             if e.operand.backward:
                 add_gradient(leaf, convert(communicator, product(), e.operand.backward, owned=True).wait())
             else:
-                add_computed_gradient(leaf, product)
+                compute_and_add_gradient(leaf, product)
 
         if ctx.deferred is not None:
             ctx.deferred.append(add_table_gradient)
@@ -382,16 +403,16 @@ def linear_cross_entropy(
     table: Tensor,
     bias: Tensor | None,
     targets: Targets,
-    coming: Operands,
+    operand_conversions: Operands,
     classes: Classes,
     *,
     at_once: bool,
     deferred: Deferred | None,
 ) -> Tensor:
     """Sum -log softmax(x table + bias)[label] over local tokens, in fp64: the planned product of one einsum, whose
-    operand `coming` brings, and the `cross_entropy` of its result plus `bias`, which is in its layout already.
-    `at_once`: see `platform.plan.operation_plan`; `deferred`: see `platform.runtime.einsum`."""
-    communicator, (e,) = coming.communicator, coming.group.einsums
+    operand `operand_conversions` brings, and the `cross_entropy` of its result plus `bias`, which is in its layout
+    already. `at_once`: see `platform.plan.operation_plan`; `deferred`: see `platform.runtime.einsum`."""
+    communicator, (e,) = operand_conversions.communicator, operand_conversions.group.einsums
     training = torch.is_grad_enabled()
     if at_once and deferred is None:
         x, table = x.flatten(0, -2), table if e.dims[-1] == e.x_dims[-1] else table.t()
@@ -399,15 +420,15 @@ def linear_cross_entropy(
             return _AtOnce.apply(x, table, bias, targets, communicator, classes)
         return _compute_loss_by_chunks(x, table, bias, targets, communicator, classes, None)
     if training:
-        return _Kept.apply(x, table, bias, targets, coming, classes, deferred)
-    *_, y = _compute_logits(x, table, bias, coming)
-    if is_absent(y):
+        return _Kept.apply(x, table, bias, targets, operand_conversions, classes, deferred)
+    *_, y = _compute_logits(x, table, bias, operand_conversions)
+    if is_absent_block(y):
         return y.double().sum()
     return compute_loss_and_gradient(y.flatten(0, -2), targets, communicator, classes, False)
 
 
 @dataclass(frozen=True)
-class HiddenRows:
+class TwoLayerWeights:
     """Weights [hidden, in] and biases (or none) of the products before `function`, and the weight [out, hidden] and the
     bias (or None) of the product after it, as local rows are multiplied by them. `chunk`: rows of a chunk."""
 
@@ -427,24 +448,27 @@ class HiddenRows:
         """Yield slices that divide the rows of x."""
         return (slice(i, i + self.chunk) for i in range(0, len(x), self.chunk))
 
-    def compute_inner_products(self, x: Tensor) -> list[Tensor]:
+    def apply_input_weights(self, x: Tensor) -> list[Tensor]:
         """Return the products of the rows x, without a graph: the arguments of `function`, its gate last."""
         pairs = zip_longest(self.inner, self.inner_biases)
         return [F.linear(x, w.detach(), b if b is None else b.detach()) for w, b in pairs]
 
-    def write_outer_product(self, hidden: Tensor, out: Tensor) -> None:
+    def write_output_product(self, hidden: Tensor, out: Tensor) -> None:
         """Write the product of hidden rows with the outer weight, and its bias, to `out`."""
         if self.outer_bias is None:
             torch.mm(hidden, self.outer.t(), out=out)
         else:
             torch.addmm(self.outer_bias, hidden, self.outer.t(), out=out)
 
-    def compute_chunk_gradients(self, x: Tensor, gradient: Tensor, dx: Tensor, adds: Sequence[AddPart]) -> list[Tensor]:
+    def compute_chunk_gradients(
+        self, x: Tensor, gradient: Tensor, dx: Tensor, gradient_adders: Sequence[AddPart]
+    ) -> list[Tensor]:
         """Compute the gradients of one chunk from its rows x and the `gradient` of its results: write the gradient
-        of x to `dx`, add the weights' by `adds`, one each, inner ones first; return the gradients of inner products."""
-        *inner, outer = adds
+        of x to `dx`, add the weights' by `gradient_adders`, one each, inner ones first; return the gradients of
+        inner products."""
+        *inner, outer = gradient_adders
         with torch.enable_grad():
-            products = [h.requires_grad_() for h in self.compute_inner_products(x)]
+            products = [h.requires_grad_() for h in self.apply_input_weights(x)]
             hidden = self.function(*reversed(products))
         outer(lambda into, fresh: add_product(into, gradient.t(), hidden.detach(), fresh))
         product_gradients = torch.autograd.grad(hidden, products, gradient @ self.outer)
@@ -454,18 +478,18 @@ class HiddenRows:
         return list(product_gradients)
 
 
-class _ByChunks(torch.autograd.Function):
-    """Autograd function of `HiddenRows`, which saves the rows alone. It adds the gradients of weights and biases, which
-    are leaves, to their sums."""
+class _TwoLayersByChunks(torch.autograd.Function):
+    """Autograd function of `TwoLayerWeights`, which saves the rows alone. It adds the gradients of weights and biases,
+    which are leaves, to their sums."""
 
     @staticmethod
-    def forward(ctx, layer: HiddenRows, x: Tensor, *tensors: Tensor):
+    def forward(ctx, layer: TwoLayerWeights, x: Tensor, *tensors: Tensor):
         """Return the results [rows, out] of the rows x."""
         ctx.layer = layer
         ctx.save_for_backward(x)
         out = x.new_empty(len(x), len(layer.outer))
         for at in layer.row_chunks(x):
-            layer.write_outer_product(layer.function(*reversed(layer.compute_inner_products(x[at]))), out[at])
+            layer.write_output_product(layer.function(*reversed(layer.apply_input_weights(x[at]))), out[at])
         return out
 
     @staticmethod
@@ -475,7 +499,7 @@ class _ByChunks(torch.autograd.Function):
         (x,), layer = ctx.saved_tensors, ctx.layer
         gradient, dx = gradient.contiguous(), torch.empty_like(x)
         with ExitStack() as stack:
-            adds = [stack.enter_context(gradient_parts(w)) for w in (*layer.inner, layer.outer)]
+            adds = [stack.enter_context(open_gradient_adder(w)) for w in (*layer.inner, layer.outer)]
             dbs = [torch.zeros_like(b) for b in layer.inner_biases]
             for at in layer.row_chunks(x):
                 for db, g in zip(dbs, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False):
@@ -487,7 +511,7 @@ class _ByChunks(torch.autograd.Function):
         return None, dx, *(None for _ in layer.weights_and_biases)
 
 
-def compute_by_chunks(layer: HiddenRows, x: Tensor) -> Tensor:
+def compute_by_chunks(layer: TwoLayerWeights, x: Tensor) -> Tensor:
     """Return the results [..., out] of a layer for the rows x [..., in]."""
     rows = x.flatten(0, -2)
-    return _ByChunks.apply(layer, rows, *layer.weights_and_biases).view(*x.shape[:-1], -1)
+    return _TwoLayersByChunks.apply(layer, rows, *layer.weights_and_biases).view(*x.shape[:-1], -1)

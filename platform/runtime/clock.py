@@ -138,9 +138,10 @@ class Clock:
             self._spans.append((before, begin, mark))
         self._span = name, mark
 
-    def note_launch(self, what: Any, begin: int, wait: Callable[[], Any], held: Any) -> Flight:
+    def note_launch(self, what: Any, begin: int, wait: Callable[[], Any], input_memory: Any) -> Flight:
         """Note that a collective, described by `what`, was launched after the mark `begin`; `note_landing` notes its
-        end. `wait`: holds the host, or on CUDA the current stream, until it is done; `held`: the memory that it reads.
+        end. `wait`: holds the host, or on CUDA the current stream, until it is done; `input_memory`: the memory that it
+        reads.
 
         On CUDA its end is an event in a stream that does nothing else but wait. On CPU only the wait for it shows its
         end: an earlier end counts until then.
@@ -151,7 +152,7 @@ class Clock:
             with torch.cuda.stream(self._beside):
                 wait()
                 done.record()
-        self._flights.append(flight := Flight(what, begin, done, held))
+        self._flights.append(flight := Flight(what, begin, done, input_memory))
         return flight
 
     def profiler_range(self, name: str) -> AbstractContextManager[Any]:
@@ -171,7 +172,7 @@ class Clock:
         flights = [(flight, *flight.waited) for flight in self._flights if flight.waited]
         under_way = [flight for flight in self._flights if not flight.waited]
         if self._cuda and marks:
-            with self.waiting_for_device():
+            with self.mark_waiting_for_device():
                 for event in (marks[-1][-1], *(flight.done for flight, _, _ in flights if flight.done)):
                     event.synchronize()
         self._begin_reading()
@@ -200,7 +201,7 @@ class Clock:
         )
 
     @contextmanager
-    def waiting_for_device(self) -> Iterator[None]:
+    def mark_waiting_for_device(self) -> Iterator[None]:
         """Mark the context as one in which the host waits for its device, and so perhaps for other ranks: heartbeats
         meanwhile report the position of the device."""
         with PROGRESS.mark_waiting(SYNCHRONIZE, self.device_place if self._cuda else None):

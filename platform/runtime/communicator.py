@@ -4,7 +4,7 @@ A step's collectives are launched by `platform.runtime.conversion`, the kernels 
 trainer's sum of loss and norm. Every launch is counted by `platform.plan.operation_plan` and optionally logged.
 
 `prepare_buffers` gives a collective contiguous buffers with equal room for the blocks of all ranks, even if these
-differ (`Uneven`). While torch.compile traces a block, `Communicator.launch` emits the opaque operator
+differ (`UnevenBlocks`). While torch.compile traces a block, `Communicator.launch` emits the opaque operator
 `run_traced_collective`; the compiled graph later launches and waits through the same communicator, including its
 counters and log.
 """
@@ -36,11 +36,11 @@ from platform.runtime.clock import Clock, Flight
 
 
 def prepare_buffers(
-    op: str, x: Tensor, n: int, dim: int, joined: int, is_root: bool, owned: bool, into: Tensor | None = None
+    op: str, x: Tensor, group_size: int, dim: int, joined: int, is_root: bool, owned: bool, into: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-    """Prepare the collective `op` of `n` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this rank is
-    the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that returns
-    the result from the latter with its dims in place."""
+    """Prepare the collective `op` of `group_size` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this
+    rank is the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that
+    returns the result from the latter with its dims in place."""
 
     def join_parts(at: int) -> Tensor:
         """Return the gathered parts `out` [ranks, ...] as one tensor, joined along the dim at position `at`."""
@@ -48,10 +48,10 @@ def prepare_buffers(
 
     if op in ("all_gather", "gather"):
         input_buffer, receives = x.contiguous(), op == "all_gather" or is_root
-        out = input_buffer.new_empty((n, *input_buffer.shape) if receives else 0) if into is None else into
+        out = input_buffer.new_empty((group_size, *input_buffer.shape) if receives else 0) if into is None else into
         return input_buffer, out, lambda: join_parts(dim) if receives else out
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
-        input_buffer = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
+        input_buffer = x.unflatten(dim, (group_size, x.shape[dim] // group_size)).movedim(dim, 0).contiguous()
         out = input_buffer.new_empty(input_buffer.shape if op == "all_to_all" else input_buffer.shape[1:])
         # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
         return input_buffer, out, lambda: join_parts(joined).contiguous() if op == "all_to_all" else out
@@ -65,7 +65,7 @@ def prepare_buffers(
 
 
 @dataclass(frozen=True)
-class Uneven:
+class UnevenBlocks:
     """Collective `op` of blocks that differ along the dim at position `dim`, or along the one that an all_to_all joins,
     `joined`, on member `index` of its group: before it, each block gets the longest one's room; after it, none has."""
 
@@ -136,12 +136,12 @@ def run_traced_collective(
     launch = COMMUNICATORS[communicator].launch
     if op in APPEAR:  # these write to their input and return it
         x = x.clone()
-    blocks, joined_blocks = _build_parts(parts), _build_parts(joined_parts)
+    blocks, joined_blocks = _build_block_parts(parts), _build_block_parts(joined_parts)
     handle = launch(op, x, axes.split("+"), dim, joined, reduce=reduce, parts=blocks, joined_parts=joined_blocks)
     return handle.wait()
 
 
-def _build_parts(room_and_extents: Sequence[int]) -> Parts | None:
+def _build_block_parts(room_and_extents: Sequence[int]) -> Parts | None:
     """Return the blocks of a dim as `Communicator.launch` takes them, from the room and the extents of each."""
     return Parts(room_and_extents[0], tuple(room_and_extents[1:])) if room_and_extents else None
 
@@ -304,7 +304,7 @@ class Communicator(ABC):
         n = len(group)
         is_root = group[root] == self.rank
         if parts or joined_parts:
-            uneven = Uneven(op, group.index(self.rank), dim, joined, parts, joined_parts, is_root)
+            uneven = UnevenBlocks(op, group.index(self.rank), dim, joined, parts, joined_parts, is_root)
             x = uneven.add_room(x)
         elements = x.numel() // n if op == "scatter" and is_root else x.numel()
         moved = TRAFFIC[op](n, elements) * x.element_size()
@@ -452,9 +452,9 @@ class Communicator(ABC):
     def read_numbers(self, x: Tensor) -> list[float]:
         """Read the numbers in `x` [n], a tensor on this rank's device, into host memory: waits for the device, and so
         for the collectives in its stream. A training step synchronises with its device here and nowhere else: at its
-        end, and where experts take as many rows as there are (`kernels.by_index.expert_rows`). Raises
+        end, and where experts take as many rows as there are (`platform.runtime.expert_rows.count_rows`). Raises
         Aborted if collectives were interrupted, as the numbers then mean nothing."""
-        with self.clock.waiting_for_device():
+        with self.clock.mark_waiting_for_device():
             numbers: list[float] = x.tolist()
         self.confirm_uninterrupted()
         return numbers

@@ -5,7 +5,7 @@ collective, and takes as tensors all that changes between layers, steps and micr
 region and shape. Graphs stay in the process from one generation to the next. `Trial` wraps one while a generation
 forms: there a region may fail to compile.
 
-`deterministic_kernels` takes every sum in a fixed order, so that a step done again is equal in every bit
+`use_deterministic_kernels` takes every sum in a fixed order, so that a step done again is equal in every bit
 (train.deterministic). `select_attention_kernel` has torch compute attention in the kernel that the plan names.
 """
 
@@ -65,7 +65,7 @@ def compile_region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if traced:  # for fixed shapes and types
             signature: object = (*map(Tensor.stride, arguments),)
         else:
-            signature = torch.is_grad_enabled(), *map(_argument_signature, arguments)
+            signature = torch.is_grad_enabled(), *map(_compilation_key_of_argument, arguments)
         if compiled_function := known.get(signature):
             return compiled_function(*arguments)
         with _LOCK, PROGRESS.mark_preparing(f"compile {function.__name__}"):
@@ -100,8 +100,8 @@ def _compile_graph(function: TracedFunction, arguments: Sequence[Tensor]) -> Cal
         return kernels[-1]
 
     compiled_function = fx.compile_fx(function.graph, list(arguments), inner_compile=keep_kernels)
-    signatures = [_argument_signature(x) for x in compiled_function(*arguments)]
-    if signatures != [_argument_signature(x) for x in kernels[-1](list(arguments))]:
+    signatures = [_compilation_key_of_argument(x) for x in compiled_function(*arguments)]
+    if signatures != [_compilation_key_of_argument(x) for x in kernels[-1](list(arguments))]:
         return compiled_function
     # what is around the kernels serves functions that change their arguments or return views of them
     return lambda *tensors: kernels[-1]([*tensors])
@@ -117,9 +117,9 @@ class Trial:
 
     def __call__(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `function` of tensors compiled by torch, or run uncompiled where compiling fails for its arguments."""
-        return self.attempt_compiled(function.__name__, compile_region(function), function)
+        return self.wrap_with_fallback(function.__name__, compile_region(function), function)
 
-    def attempt_compiled(
+    def wrap_with_fallback(
         self, name: str, compiled_function: Callable[..., Any], fallback: Callable[..., Any]
     ) -> Callable[..., Any]:
         """Return a function that calls `compiled_function`, and if that fails notes why under this name and calls
@@ -130,24 +130,24 @@ class Trial:
             try:
                 return compiled_function(*arguments)
             except Exception as error:  # whatever a compiler may lack for it
-                self.failed.append(f"{name}: {_error_line(error)}")
+                self.failed.append(f"{name}: {_compiler_error_line(error)}")
             return fallback(*arguments)
 
         return run_or_fall_back
 
 
-def _argument_signature(argument: object) -> object:
+def _compilation_key_of_argument(argument: object) -> object:
     """Return an argument's part of a compiled function's key: of a tensor shape, strides, dtype, requires_grad."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.requires_grad
-    return tuple(map(_argument_signature, argument)) if isinstance(argument, list | tuple) else argument
+    return tuple(map(_compilation_key_of_argument, argument)) if isinstance(argument, list | tuple) else argument
 
 
 def reason_uncompiled(choice: str, device: str) -> str:
     """Return the reason, in a line, why this process runs its functions of tensors without torch.compile on `device`
     (cpu, cuda) under the key train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU the
     seconds of compiling are longer than most runs win."""
-    return _reason_compiler_fails(device) if may_compile(choice, device) else f"train.compile={choice}"
+    return _explain_why_compiler_fails(device) if may_compile(choice, device) else f"train.compile={choice}"
 
 
 def may_compile(choice: str, device: str) -> bool:
@@ -156,7 +156,7 @@ def may_compile(choice: str, device: str) -> bool:
 
 
 @cache
-def _reason_compiler_fails(device: str) -> str:
+def _explain_why_compiler_fails(device: str) -> str:
     """Return the reason, in a line, why torch.compile does not work on `device` (cpu, cuda) in this process, "" if it
     works: a tiny function is compiled once and its numbers are compared. Takes seconds, as it imports torch's
     compiler."""
@@ -170,11 +170,11 @@ def _reason_compiler_fails(device: str) -> str:
         x = torch.ones(64, device=device)
         right = torch.equal(torch.compile(_probe_function, dynamic=False)(x), _probe_function(x))
     except Exception as error:  # whatever a compiler, its headers or its cache may lack
-        return _error_line(error)
+        return _compiler_error_line(error)
     return "" if right else "what it compiles computes wrong numbers"
 
 
-def _error_line(error: Exception) -> str:
+def _compiler_error_line(error: Exception) -> str:
     """Return an error of torch.compile in one line: its type and message, or the error that it wraps."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return f"{type(error).__name__}: {(more or [first])[0] if first.endswith('raised:') else first}"[:300]
@@ -189,7 +189,7 @@ _SETTINGS: Any = import_module("torch.utils.deterministic")
 
 
 @contextmanager
-def deterministic_kernels(compiles: bool) -> Iterator[None]:
+def use_deterministic_kernels(compiles: bool) -> Iterator[None]:
     """Make torch use deterministic kernels within the context, which take every sum in a fixed order, in forward and
     backward passes alike; an operation without such a kernel raises RuntimeError with its name. `compiles`: True if
     functions compiled by torch are to be deterministic too.

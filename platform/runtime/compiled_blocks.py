@@ -109,12 +109,12 @@ class _Block(torch.autograd.Function):
 
 
 def compile_block(
-    function: Callable[..., Tensor], arguments: Sequence[Tensor | None], alike: Callable[[], Container[int]]
+    function: Callable[..., Tensor], arguments: Sequence[Tensor | None], shared_tensor_ids: Callable[[], Container[int]]
 ) -> CompiledBlock | None:
     """Trace a block of the model, `function` of activations without collectives, on `arguments` (tensors or None), into
     a compiled forward and backward pass for arguments of these shapes. Returns None if the block reads a tensor that is
-    neither a parameter nor among `alike`, the ids of the tensors (masks, rotary angles) that are the same in all
-    passes."""
+    neither a parameter nor among `shared_tensor_ids`, the ids of the tensors (masks, rotary angles) that are the same
+    in all passes."""
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
     def run_present(*activations: Tensor) -> Tensor:
@@ -133,15 +133,15 @@ def compile_block(
             graph = _remove_detaches(make_fx(run_present)(*activations))
     tensors = _lift_tensors_to_arguments(graph)
     homes = [find_bucket_of_copies(t) for t in tensors]
-    known = alike()
+    known = shared_tensor_ids()
     if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
         return None
     beside = [t.detach() for t in tensors]
     primals = [*activations, *(t.detach().requires_grad_(h is not None) for t, h in zip(tensors, homes, strict=True))]
-    return CompiledBlock(_split_graph(graph.code, _Graph(graph, primals)), beside, homes)
+    return CompiledBlock(_split_graph(graph.code, _TracedGraph(graph, primals)), beside, homes)
 
 
-class _Graph:
+class _TracedGraph:
     """Traced graph and the tensors that it was traced with; it counts as equal to any other: its code is the key."""
 
     def __init__(self, graph: GraphModule, primals: Sequence[Tensor]):
@@ -155,14 +155,14 @@ class _Graph:
         return graph_and_primals
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Graph)
+        return isinstance(other, _TracedGraph)
 
     def __hash__(self) -> int:
         return 0
 
 
 @cache
-def _split_graph(code: str, traced: _Graph) -> BlockFunctions:
+def _split_graph(code: str, traced: _TracedGraph) -> BlockFunctions:
     """Split the traced forward pass of a model's block into its forward and backward function by torch's AOT autograd.
     Cached by the graph's `code`: blocks of equal code, as the layers of a stack have, share one pair of functions."""
     graphs: dict[str, GraphModule] = {}
@@ -173,12 +173,12 @@ def _split_graph(code: str, traced: _Graph) -> BlockFunctions:
         """Return a stand-in for a compiler that records the graph of a pass under `name` (forward, backward),
         uncompiled."""
 
-        def keep_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def record_graph(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             """Keep the graph of a forward or backward pass; return a function that runs it uncompiled."""
             graphs[name] = graph
             return aot.make_boxed_func(graph)
 
-        return keep_graph
+        return record_graph
 
     with torch.enable_grad():
         out = aot.aot_function(

@@ -4,9 +4,9 @@ differentiably.
 If a tensor exists only on some ranks (`Layout.only`), the others hold an empty tensor in its place. Their autograd
 graph is thereby complete, and their backward pass reaches the same collectives in the same order.
 
-`Lending` is the step that exchanges the matrices of experts that ranks compute for others, and their gradients back.
-`keep_part` and `gather_parts` keep or send a tensor that several ranks of a stage replicate as one equal part per rank.
-"""
+`ExpertLending` is the step that exchanges the matrices of experts that ranks compute for others, and their gradients
+back. `copy_own_part` and `gather_parts` keep or send a tensor that several ranks of a stage replicate as one equal part
+per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from platform.plan.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conver
 from platform.runtime.communicator import Arrived, Communicator, Handle
 
 
-class Lending(NamedTuple):
+class ExpertLending(NamedTuple):
     """Step of a conversion under way that lends experts, or gives their gradients back, for the block `x` of experts.
     `handle`: the exchange, None if nothing is exchanged; `sent`: this rank's experts that others compute."""
 
@@ -45,21 +45,23 @@ class Lending(NamedTuple):
         return own_experts
 
 
-def start_lending(communicator: Communicator, step: Step, x: Tensor) -> Lending:
+def start_lending(communicator: Communicator, step: Step, x: Tensor) -> ExpertLending:
     """Start the exchange of a step of experts that are lent, or of their gradients, as `communicator.lent` says."""
     lent, me = communicator.lent.get(step.layer, ()), communicator.group_index(step.axes)
     each = step.shape[0] if step.op == "give_back" else x.shape[0]
     if not x.numel() or not any(lent):
-        return Lending(step, x, None, [])
+        return ExpertLending(step, x, None, [])
     mine = [[expert - me * each for expert in rank_experts if expert // each == me] for rank_experts in lent]
     lent_experts = [expert for rank_experts in mine for expert in rank_experts]
     out, into = list(map(len, mine)), [sum(expert // each == rank for expert in lent[me]) for rank in range(len(lent))]
     name = f"{step.op} experts of {step.layer}"
     if step.op == "lend":
         rows = x[lent_experts] if lent_experts else x[:0]
-        return Lending(step, x, communicator.launch_all_to_allv(rows, out, into, step.axes, name=name), lent_experts)
+        return ExpertLending(
+            step, x, communicator.launch_all_to_allv(rows, out, into, step.axes, name=name), lent_experts
+        )
     rows = x[each : each + sum(into)]
-    return Lending(step, x, communicator.launch_all_to_allv(rows, into, out, step.axes, name=name), lent_experts)
+    return ExpertLending(step, x, communicator.launch_all_to_allv(rows, into, out, step.axes, name=name), lent_experts)
 
 
 class Pending:
@@ -70,7 +72,7 @@ class Pending:
         """Begin to convert the local tensor x by the plan's `steps`, and issue the first collective."""
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
-        self._handle: Handle | Arrived | Lending | None = None
+        self._handle: Handle | Arrived | ExpertLending | None = None
         self._taken: Step | None = None  # the step whose collective is in progress
         if steps:
             self._launch_next()
@@ -88,7 +90,7 @@ class Pending:
                 self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
                 return
             if step.op not in COLLECTIVES:
-                self._x = self._take_local_step(step)
+                self._x = self._apply_local_step(step)
             elif step.op in LENDING:
                 self._handle = start_lending(communicator, step, self._x)
                 self._steps = self._steps[i + 1 :]
@@ -107,14 +109,14 @@ class Pending:
                     step.joined,
                     owned=self._owned,
                     name=self._name,
-                    parts=_step_parts(communicator, step, step.dim),
-                    joined_parts=_step_parts(communicator, step, step.joined),
+                    parts=_find_uneven_parts(communicator, step, step.dim),
+                    joined_parts=_find_uneven_parts(communicator, step, step.joined),
                 )
                 self._steps, self._taken = self._steps[i + 1 :], step
                 return
         self._steps = ()
 
-    def _take_local_step(self, step: Step) -> Tensor:
+    def _apply_local_step(self, step: Step) -> Tensor:
         """Return this rank's tensor after a local step of its conversion: a slice, a pad or a drop."""
         communicator, x, dim = self._communicator, self._x, step.dim
         index, ranks = communicator.group_index(step.axes), communicator.mesh.count_ranks(step.axes)
@@ -124,7 +126,7 @@ class Pending:
             pieces, pieces_per_rank = x.chunk(2 * ranks * step.rounds, dim), 2 * step.rounds
             order = zigzag_order(ranks, step.rounds)[index * pieces_per_rank : (index + 1) * pieces_per_rank]
             return torch.cat([pieces[n] for n in order], dim)
-        parts = _step_parts(communicator, step, dim)
+        parts = _find_uneven_parts(communicator, step, dim)
         extents = parts.extents if parts else (x.shape[dim] // (ranks if step.op == "slice" else 1),) * ranks
         first = sum(extents[:index])
         if step.op == "slice":
@@ -148,7 +150,7 @@ class Pending:
         return self._x
 
 
-def _step_parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
+def _find_uneven_parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
     """Return the blocks, along the dim at position `dim`, of the ranks that take a step together, if they differ."""
     if not step.cuts or not step.moves_dim(dim) or not (cut := step.cut_of_dim(dim)):
         return None
@@ -175,7 +177,7 @@ def undo_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
     return torch.cat([pieces[places.index(number)] for number in range(len(places))], dim)
 
 
-def is_absent(x: Tensor) -> bool:
+def is_absent_block(x: Tensor) -> bool:
     """Return True if x stands for a block that this rank lacks: a tensor [0]. No block is that; rows may be [0, d]."""
     return x.dim() == 1 and not x.numel()
 
@@ -206,36 +208,37 @@ def convert_differentiably(
     communicator: Communicator,
     tensors: Sequence[Tensor],
     conversions: Sequence[Conversion],
-    coming: Sequence[Pending | None] | None = None,
+    started_conversions: Sequence[Pending | None] | None = None,
 ) -> list[Tensor]:
     """Convert local tensors to other layouts differentiably, together: each conversion's `forward` steps act on its
-    tensor's value, its `backward` steps on the gradient. `coming`: the values whose conversion has been started."""
-    converted, coming = list(tensors), coming or [None] * len(tensors)
+    tensor's value, its `backward` steps on the gradient. `started_conversions`: the values whose conversion has been
+    started."""
+    converted, started_conversions = list(tensors), started_conversions or [None] * len(tensors)
     moved = [i for i, conversion in enumerate(conversions) if conversion.forward or conversion.backward]
     if moved:
-        moved_arguments = [[every[i] for i in moved] for every in (conversions, coming, tensors)]
+        moved_arguments = [[every[i] for i in moved] for every in (conversions, started_conversions, tensors)]
         for i, out in zip(moved, _Convert.apply(communicator, *moved_arguments[:2], *moved_arguments[2]), strict=True):
             converted[i] = out
     return converted
 
 
-def keep_part(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
+def copy_own_part(communicator: Communicator, x: Tensor, axes: Sequence[str], elements: int) -> Tensor:
     """Return a copy of this rank's part [elements] of the local tensor x, flattened and padded, where the ranks along
     `axes` hold equal x: kept for recomputation, or sent to another stage, in place of x. `elements`: size of the part,
     as planned.
 
     Returns x itself if `axes` is empty or x is absent (empty).
     """
-    if not axes or is_absent(x):
+    if not axes or is_absent_block(x):
         return x
     parts = communicator.mesh.count_ranks(axes)
     return flatten_padded(x, parts * elements).view(parts, -1)[communicator.group_index(axes)].clone()
 
 
 def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...], shape: Sequence[int]) -> Tensor:
-    """Gather the parts that `keep_part` made of equal tensors into the whole tensor of `shape`, on every rank along
+    """Gather the parts that `copy_own_part` made of equal tensors into the whole tensor of `shape`, on every rank along
     `axes`. Returns `part` itself if `axes` is empty or the part is absent (empty)."""
-    if not axes or is_absent(part):
+    if not axes or is_absent_block(part):
         return part
     return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)
 

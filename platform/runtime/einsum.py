@@ -11,24 +11,24 @@ from torch import Tensor
 
 from platform.plan.operation_plan import JOINS_GRADIENTS, EinsumGroup
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import Pending, convert, convert_differentiably, is_absent
+from platform.runtime.conversion import Pending, convert, convert_differentiably, is_absent_block
 from platform.runtime.flat_buffers import Neighbours
 from platform.runtime.products import (
     Dims,
     Groups,
+    build_grouped_einsum,
+    build_grouped_einsum_starter,
     compute_by_summa,
     compute_in_turn,
-    einsum_function_of_groups,
-    einsum_starter_of_groups,
     local_einsum_function,
-    sums_of_groups,
+    sum_rows_by_expert,
 )
 from platform.runtime.residency import Operands
 from platform.runtime.statistics import (
-    add_computed_gradient,
     add_gradient,
     add_local_gradient_sum,
     can_accumulate,
+    compute_and_add_gradient,
     widen_dtype,
 )
 
@@ -70,7 +70,7 @@ class _Einsums(torch.autograd.Function):
         communicator = coming.communicator
         ctx.coming, ctx.group, ctx.deferred, ctx.counts = coming, group, deferred, counts
         ctx.leaves = [t if can_accumulate(t) else None for t in tensors]
-        ctx.joined = joined = _join_weights(group, x, ctx.leaves)
+        ctx.joined = joined = _join_adjacent_weights(group, x, ctx.leaves)
         if joined:
             converted_x = convert(communicator, x, group.x.forward).wait()
             ctx.save_for_backward(x if group.regathered else converted_x, *operands)
@@ -99,13 +99,13 @@ class _Einsums(torch.autograd.Function):
         x, *operands = ctx.saved_tensors
         communicator, group = ctx.coming.communicator, ctx.group
         coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
-        regathered = ctx.coming.start_conversions(operands, back=True)
+        regathered = ctx.coming.start_conversions(operands, in_backward=True)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         x = x.detach()  # what is deferred would keep the graph behind it, and the leaves there with their gradients
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
-        ctx.coming.start_next_conversions(back=True)
+        ctx.coming.start_next_conversions(in_backward=True)
         leaves = ctx.leaves, ctx.needs_input_grad[6:]
         compute_leaf_gradients = partial(_compute_operand_gradients, communicator, group, *leaves, x, local, ctx.counts)
         together = None
@@ -127,7 +127,7 @@ class _Einsums(torch.autograd.Function):
         return None, None, None, None, None, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
 
 
-class _Joined(NamedTuple):
+class _JoinedWeights(NamedTuple):
     """Weights of a group that are one matrix [columns of all, contracted], and their biases, if there are any."""
 
     weights: Neighbours
@@ -161,43 +161,43 @@ class _Joined(NamedTuple):
         return [None] * (len(self.weights.names) * (2 if self.biases else 1))
 
 
-def _join_weights(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _Joined | None:
+def _join_adjacent_weights(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _JoinedWeights | None:
     """Return an einsum group's weights as one local matrix and its biases as one vector, if its `leaves` lie one after
     another in memory; else None."""
     count = len(group.einsums)
-    if is_absent(x) or not group.can_join_operands:
+    if is_absent_block(x) or not group.can_join_operands:
         return None
-    weights, biases = Neighbours.find_neighbours(leaves[:count]), Neighbours.find_neighbours(leaves[count:])
+    weights, biases = Neighbours.find_if_adjacent(leaves[:count]), Neighbours.find_if_adjacent(leaves[count:])
     last = leaves[0]
     if weights is None or last is None or (biases is None and len(leaves) > count):
         return None
-    return _Joined(weights, biases, last.shape[-1])
+    return _JoinedWeights(weights, biases, last.shape[-1])
 
 
 def _compute_operand_gradients(
     communicator: Communicator,
     group: EinsumGroup,
     leaves: Tensors,
-    needed: Sequence[bool],
+    needs_gradient: Sequence[bool],
     x: Tensor,
     gradients: Sequence[Tensor],
-    counts: Groups | None,
+    expert_groups: Groups | None,
 ) -> Tensors:
     """Compute the gradients of a group's operands, then of its biases if there are any, from the local x and the local
     `gradients` of the outputs, and reduce them as planned. Gradients of `leaves` are added to their sums (then None in
-    the result); of the others, the `needed` ones are returned."""
+    the result); of the others, the `needs_gradient` ones are returned."""
     count = len(group.einsums)
     pending: list[Pending | None] = []
     read = widen_dtype(x) if group.has_wide_dtype else x
     straight = not any(e.operand.backward for e in group.einsums)
-    together = Neighbours.find_neighbours(leaves[:count]) if counts and straight else None
-    if counts and together:
-        together.add_gradients(partial(_add_gradients_of_rows, counts, group, leaves, read, gradients))
+    together = Neighbours.find_if_adjacent(leaves[:count]) if expert_groups and straight else None
+    if expert_groups and together:
+        together.add_gradients(partial(_add_expert_weight_gradients, expert_groups, group, leaves, read, gradients))
         pending += [None] * count
-    for e, g, w, n in zip(group.einsums[len(pending) :], gradients, leaves, needed, strict=False):
-        product = partial(_product_function(counts, e.x_dims, e.out_dims, e.dims), read, g, None)
+    for e, g, w, n in zip(group.einsums[len(pending) :], gradients, leaves, needs_gradient, strict=False):
+        product = partial(_product_function(expert_groups, e.x_dims, e.out_dims, e.dims), read, g, None)
         if w is not None and not e.operand.backward:
-            add_computed_gradient(w, product)
+            compute_and_add_gradient(w, product)
             pending.append(None)
         else:
             steps = e.operand.backward
@@ -208,81 +208,86 @@ def _compute_operand_gradients(
         if t is not None and computed is not None:
             add_gradient(t, computed)
         computed_gradients.append(computed if t is None else None)
-    for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needed[count:], strict=False):
+    for e, g, t, n in zip(group.einsums, gradients, leaves[count:], needs_gradient[count:], strict=False):
         total = partial(torch.sum, g, [i for i, d in enumerate(e.out_dims) if d not in e.dims])  # what a bias lacks
-        total = partial(sums_of_groups, counts, g) if counts else total
-        if n and t is not None and not is_absent(g):
+        total = partial(sum_rows_by_expert, expert_groups, g) if expert_groups else total
+        if n and t is not None and not is_absent_block(g):
             add_local_gradient_sum(t, total)
-        computed_gradients.append(total() if n and t is None and not is_absent(g) else None)
+        computed_gradients.append(total() if n and t is None and not is_absent_block(g) else None)
     return computed_gradients
 
 
 def compute_einsums(
-    coming: Operands,
+    operand_conversions: Operands,
     x: Tensor,
     operands: Sequence[Tensor],
     biases: Sequence[Tensor] = (),
     *,
     deferred: Deferred | None = None,
-    counts: Groups | None = None,
-    left_out: Sequence[Sequence[int]] = (),
+    expert_groups: Groups | None = None,
+    unneeded_shapes: Sequence[Sequence[int]] = (),
 ) -> Sequence[Tensor]:
-    """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which `coming`
-    brings, in the group's order, with the conversions that the plan lists. A group whose outputs are not converted may
-    add `biases`, one per operand, in the product. `deferred`: a list to which the backward pass appends the computation
-    of weight gradients instead of running it (zero bubble; None: it runs); groups with panels (SUMMA) ignore it.
-    `counts`: the number of rows of each expert in x, which the operands have a matrix for each of. `left_out`: local
-    shapes of the outputs, if no gradient needs their values: they are not computed."""
-    communicator, group = coming.communicator, coming.group
+    """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which
+    `operand_conversions` brings, in the group's order, with the conversions that the plan lists. A group whose outputs
+    are not converted may add `biases`, one per operand, in the product. `deferred`: a list to which the backward pass
+    appends the computation of weight gradients instead of running it (zero bubble; None: it runs); groups with panels
+    (SUMMA) ignore it. `expert_groups`: the number of rows of each expert in x, which the operands have a matrix for
+    each of. `unneeded_shapes`: local shapes of the outputs, if no gradient needs their values: they are not
+    computed."""
+    communicator, group = operand_conversions.communicator, operand_conversions.group
     if group.panels:
         assert not biases
         return compute_by_summa(communicator, group, convert_differentiably(communicator, [x], [group.x])[0], operands)
     if group.is_local and not group.has_wide_dtype and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
-    return _Einsums.apply(coming, group, deferred, counts, left_out, x, *operands, *biases)
+    return _Einsums.apply(operand_conversions, group, deferred, expert_groups, unneeded_shapes, x, *operands, *biases)
 
 
 def _compute_products(
-    counts: Groups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
+    expert_groups: Groups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
 ) -> Iterable[Tensor]:
     """Return the products of a group of einsums of x: each computed when it is asked for, of experts' rows in turn."""
     triples = zip(operands, biases, group.einsums, strict=True)
-    if counts is None:
+    if expert_groups is None:
         return (local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)
-    started = [einsum_starter_of_groups(counts, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples]
+    started = [
+        build_grouped_einsum_starter(expert_groups, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples
+    ]
     return compute_in_turn(started)
 
 
-def _compute_gradient_of_x(counts: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors) -> Tensor:
+def _compute_gradient_of_x(
+    expert_groups: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors
+) -> Tensor:
     """Return the gradient of a group's x, the sum of the products of the outputs' `gradients` with the operands."""
     total: Any = None
     started = []
     for g, w, e in zip(gradients, operands, group.einsums, strict=True):
-        if counts is None:
+        if expert_groups is None:
             total = local_einsum_function(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
         else:
-            started.append(einsum_starter_of_groups(counts, e.out_dims, e.dims, e.x_dims)(g, w, into=total))
+            started.append(build_grouped_einsum_starter(expert_groups, e.out_dims, e.dims, e.x_dims)(g, w, into=total))
             total = started[-1][0]
     compute_in_turn(started)
     return total
 
 
-def _add_gradients_of_rows(
-    counts: Groups, group: EinsumGroup, leaves: Tensors, x: Tensor, gradients: Tensors, into: Tensor, fresh: bool
+def _add_expert_weight_gradients(
+    expert_groups: Groups, group: EinsumGroup, leaves: Tensors, x: Tensor, gradients: Tensors, into: Tensor, fresh: bool
 ) -> Tensor:
     """Add the gradients of a group's `leaves`, matrices of experts, to the flat memory `into`, where they lie one after
     another, or overwrite it if `fresh`; return it."""
     shapes = [w.shape for w, _ in zip(leaves, group.einsums, strict=False) if w is not None]
     parts = zip(into.split([shape.numel() for shape in shapes]), shapes, group.einsums, gradients, strict=True)
     started = [
-        einsum_starter_of_groups(counts, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
+        build_grouped_einsum_starter(expert_groups, e.x_dims, e.out_dims, e.dims)(x, g, None, part.view(shape), fresh)
         for part, shape, e, g in parts
     ]
     compute_in_turn(started)
     return into
 
 
-def _product_function(counts: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return the product function of local tensors with dims `a` and `b` into dims `out`; of rows by their `counts`."""
-    return local_einsum_function(a, b, out) if counts is None else einsum_function_of_groups(counts, a, b, out)
+def _product_function(expert_groups: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return the product function of local tensors with dims `a`, `b` into `out`, of rows by their `expert_groups`."""
+    return local_einsum_function(a, b, out) if expert_groups is None else build_grouped_einsum(expert_groups, a, b, out)

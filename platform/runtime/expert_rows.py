@@ -6,8 +6,8 @@ with the same tokens must find the same. `route_tokens` chooses experts; `dispat
 fixed number of slots instead. `look_up_rows` reads rows of a parameter, whose gradient is added to few rows of a large
 table, and to no other memory.
 
-No sum depends on the order in which threads add: in `sum_of_rows`, the places of a token come one after the other.
-"""
+No sum depends on the order in which threads add: in `sum_weighted_rows`, the places of a token come one after the
+other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from platform.plan.model_types import Router
 from platform.plan.scheme import Lent
 from platform.runtime.communicator import Communicator
-from platform.runtime.statistics import add_computed_gradient, can_accumulate, widen_dtype
+from platform.runtime.statistics import can_accumulate, compute_and_add_gradient, widen_dtype
 
 # Gated activations of experts' rows, which are not compiled, as each pass has another number of them: few tensors are
 # made and kept.
@@ -51,50 +51,57 @@ def gated_silu(gate: Tensor, x: Tensor) -> Tensor:
     return _GatedSilu.apply(gate, x)
 
 
-def sum_of_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum [.., d] of the `rows` [n, d] at the indices `at` [.., places], times `weights` [.., places], in
-    whose type they are added, one place after the other. Where an index is -1, the weight is 0."""
-    at = at.clamp_min(0)
+def sum_weighted_rows(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum [.., d] of the `rows` [n, d] at the indices `indices` [.., places], times `weights` [.., places],
+    in whose type they are added, one place after the other. Where an index is -1, the weight is 0."""
+    indices = indices.clamp_min(0)
     if weights.dtype == rows.dtype:
-        sums = F.embedding_bag(at.flatten(0, -2), rows, mode="sum", per_sample_weights=weights.flatten(0, -2))
-        return sums.view(*at.shape[:-1], rows.shape[-1])
-    total = torch.zeros((*at.shape[:-1], rows.shape[-1]), dtype=weights.dtype, device=rows.device)
-    for index, weight in zip(at.unbind(-1), weights.unbind(-1), strict=True):
+        sums = F.embedding_bag(indices.flatten(0, -2), rows, mode="sum", per_sample_weights=weights.flatten(0, -2))
+        return sums.view(*indices.shape[:-1], rows.shape[-1])
+    total = torch.zeros((*indices.shape[:-1], rows.shape[-1]), dtype=weights.dtype, device=rows.device)
+    for index, weight in zip(indices.unbind(-1), weights.unbind(-1), strict=True):
         total.addcmul_(_select_rows(rows, index).to(total.dtype), weight.unsqueeze(-1))
     return total.to(rows.dtype)
 
 
-def weigh_rows(rows: Tensor, at: Tensor, weights: Tensor) -> Tensor:
-    """Return the `rows` [n, d] at the indices `at` [m], times `weights` [m], in the type of the rows."""
+def weigh_rows(rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Return the `rows` [n, d] at the indices `indices` [m], times `weights` [m], in the type of the rows."""
     if weights.dtype == rows.dtype:
-        return sum_of_rows(rows, at.unsqueeze(-1), weights.unsqueeze(-1))
-    products = rows.index_select(0, at)
+        return sum_weighted_rows(rows, indices.unsqueeze(-1), weights.unsqueeze(-1))
+    products = rows.index_select(0, indices)
     products *= weights.unsqueeze(-1)
     return products
 
 
-def products_of_rows(rows: Tensor, at: Tensor, factors: Tensor) -> Tensor:
-    """Return the gradient [.., places] of the weights of `sum_of_rows`, in the type of statistics: scalar products of
-    the rows at the indices `at` with `factors` [.., d], the sum's gradient; index -1 stands for any row."""
-    at = at.clamp_min(0)
+def products_of_rows(rows: Tensor, indices: Tensor, sum_gradient: Tensor) -> Tensor:
+    """Return the gradient [.., places] of the weights of `sum_weighted_rows`, in the type of statistics: scalar
+    products of the rows at the indices `indices` with `sum_gradient` [.., d], the sum's gradient; index -1 stands for
+    any row."""
+    indices = indices.clamp_min(0)
     if widen_dtype(rows) is not rows:
-        products = [(widen_dtype(_select_rows(rows, index)) * widen_dtype(factors)).sum(-1) for index in at.unbind(-1)]
+        products = [
+            (widen_dtype(_select_rows(rows, index)) * widen_dtype(sum_gradient)).sum(-1) for index in indices.unbind(-1)
+        ]
         return torch.stack(products, -1)
-    begins = torch.arange(0, at.numel(), at.shape[-1], device=at.device)
-    owner = torch.arange(len(begins), device=at.device).repeat_interleave(at.shape[-1], output_size=at.numel())
+    begins = torch.arange(0, indices.numel(), indices.shape[-1], device=indices.device)
+    owner = torch.arange(len(begins), device=indices.device).repeat_interleave(
+        indices.shape[-1], output_size=indices.numel()
+    )
     kernel = torch.ops.aten._embedding_bag_per_sample_weights_backward  # torch differentiates its own sum by it
-    return kernel(factors.reshape(-1, rows.shape[-1]), rows, at.flatten(), begins, owner, 0).view(at.shape)
+    return kernel(sum_gradient.reshape(-1, rows.shape[-1]), rows, indices.flatten(), begins, owner, 0).view(
+        indices.shape
+    )
 
 
-def _select_rows(rows: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [n, d] at the indices `at`, as a tensor [*at, d]."""
-    return rows.index_select(0, at.flatten()).view(*at.shape, -1)
+def _select_rows(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows [n, d] at the indices `indices`, as a tensor [*at, d]."""
+    return rows.index_select(0, indices.flatten()).view(*indices.shape, -1)
 
 
 EMPTY = -1  # in place of the number of an expert, in a seat without one
 
 
-class Seats(NamedTuple):
+class ExpertSeats(NamedTuple):
     """Experts of the ranks that exchange rows along `axes`, () for one rank alone: `first`, the number of the first
     expert of each, in the group's order, of `each` experts. This rank is number `own`. Each has `more` seats for lent
     experts: the first ones are for those `lent` to it, by their places among all experts here."""
@@ -107,7 +114,7 @@ class Seats(NamedTuple):
     lent: Lent = ()
 
     @property
-    def seat_experts(self) -> list[int]:
+    def experts_by_seat(self) -> list[int]:
         """Return the numbers of the experts in all seats, rank after rank, with -1 in an empty seat."""
         experts_by_rank = [[*range(first, first + self.each)] for first in self.first]
         every = [expert for rank_experts in experts_by_rank for expert in rank_experts]
@@ -119,7 +126,7 @@ class Seats(NamedTuple):
         """Return for each of `experts` the seats that tokens of this rank may have there: its own alone, if there is
         one; [] for experts of none of these ranks."""
         expert_seats: list[list[int]] = [[] for _ in range(experts)]
-        for seat, expert in enumerate(self.seat_experts):
+        for seat, expert in enumerate(self.experts_by_seat):
             if expert != EMPTY:
                 expert_seats[expert].append(seat)
         width = self.each + self.more
@@ -131,11 +138,10 @@ class Counts(NamedTuple):
     """Rows of a pass on a rank: how many, and of which tokens.
 
     `each`: rows of each of this rank's experts, and `ends`: where they end, int32 [experts]. `sent`, `received`: rows
-    to and from each rank of the group along `axes`; `given`: rows for each expert of `Seats.seat_experts`. Of the rows
-    that this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each token's
-    place, -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each is, None
-    if they lie expert by expert.
-    """
+    to and from each rank of the group along `axes`; `given`: rows for each expert of `ExpertSeats.experts_by_seat`. Of
+    the rows that this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each
+    token's place, -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each
+    is, None if they lie expert by expert."""
 
     axes: tuple[str, ...]
     each: Sequence[int]
@@ -155,14 +161,15 @@ class Counts(NamedTuple):
         return self.pair.div(self.lies.shape[1], rounding_mode="floor")
 
 
-def count_rows(communicator: Communicator, weights: Tensor, seats: Seats, chosen: int) -> Counts:
-    """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most `chosen`, where a
-    weight is not 0, for the experts of `seats`. Ranks exchange the numbers of rows first."""
+def count_rows(communicator: Communicator, weights: Tensor, seats: ExpertSeats, max_experts_per_token: int) -> Counts:
+    """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most
+    `max_experts_per_token`, where a weight is not 0, for the experts of `seats`. Ranks exchange the numbers of rows
+    first."""
     goes, device = weights.flatten(0, 1) != 0, weights.device
     experts, n, each = goes.shape[1], len(seats.first), seats.each + seats.more
     seats_of_expert, seat_counts = _serving_seats(seats, experts, device)
     # the experts of a token in their order, so that what they make is added in it
-    order, which = (goes * torch.arange(experts, 0, -1, device=device)).topk(min(chosen, experts), -1)
+    order, which = (goes * torch.arange(experts, 0, -1, device=device)).topk(min(max_experts_per_token, experts), -1)
     if seats.lent:  # the rows of an expert go to each of its seats in turn
         turn = ((goes.cumsum(0) - 1).gather(-1, which) + seats.own) % seat_counts[which]
         taken = seats_of_expert[which, turn]
@@ -189,13 +196,13 @@ def count_rows(communicator: Communicator, weights: Tensor, seats: Seats, chosen
         pair[:rows].clone(),
         lies.masked_fill_(lies >= rows, -1).view(which.shape),
         which,
-        _expert_order(received_counts, received_rows) if mixed else None,
-        _expert_order(received_counts.t(), received_rows) if mixed else None,
+        _order_rows_by_expert(received_counts, received_rows) if mixed else None,
+        _order_rows_by_expert(received_counts.t(), received_rows) if mixed else None,
     )
 
 
 @lru_cache(maxsize=1024)
-def _serving_seats(seats: Seats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _serving_seats(seats: ExpertSeats, experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the seats [experts, most] in which each expert has rows, and how many seats each has [experts]."""
     # made on the device, of few kernels: a table of the host's would make it wait
     places, width = seats.seats_by_expert(experts), seats.each + seats.more
@@ -212,7 +219,7 @@ def _serving_seats(seats: Seats, experts: int, device: torch.device) -> tuple[Te
     return at, count
 
 
-def _expert_order(received_counts: Tensor, rows: int) -> Tensor:
+def _order_rows_by_expert(received_counts: Tensor, rows: int) -> Tensor:
     """Return the index [rows] that orders rows by expert; `received_counts` [ranks, experts]: numbers in which they lie
     by rank."""
     ends = received_counts.flatten().cumsum(0).view(received_counts.shape).t().flatten()
@@ -221,7 +228,7 @@ def _expert_order(received_counts: Tensor, rows: int) -> Tensor:
     return torch.arange(rows, device=received_counts.device) + first.repeat_interleave(lengths, output_size=rows)
 
 
-def _send_to_experts(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
+def _send_rows_to_experts(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
     """Send rows from the ranks of tokens to the ranks of experts; return rows in the order of the experts."""
     if counts.axes:
         sizes = counts.sent, counts.received
@@ -229,8 +236,8 @@ def _send_to_experts(communicator: Communicator, rows: Tensor, counts: Counts) -
     return rows if counts.order is None else rows.index_select(0, counts.order)
 
 
-def _send_back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
-    """Send rows back to the ranks of their tokens, the reverse of `_send_to_experts` and its adjoint."""
+def _send_rows_back(communicator: Communicator, rows: Tensor, counts: Counts) -> Tensor:
+    """Send rows back to the ranks of their tokens, the reverse of `_send_rows_to_experts` and its adjoint."""
     if counts.back is not None:
         rows = rows.index_select(0, counts.back)
     if counts.axes:
@@ -251,14 +258,14 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, communicator, counts):
         """Return the rows of this rank's experts."""
         ctx.communicator, ctx.counts, ctx.shape = communicator, counts, x.shape
-        return _send_to_experts(communicator, x.flatten(0, 1).index_select(0, counts.row_tokens), counts)
+        return _send_rows_to_experts(communicator, x.flatten(0, 1).index_select(0, counts.row_tokens), counts)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the sum of a token's gradients from all its rows."""
-        rows = _send_back(ctx.communicator, gradient.contiguous(), ctx.counts)
+        rows = _send_rows_back(ctx.communicator, gradient.contiguous(), ctx.counts)
         lies = ctx.counts.lies
-        return sum_of_rows(_rows_or_zeros(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
+        return sum_weighted_rows(_rows_or_zeros(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
 
 
 def dispatch_rows(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
@@ -272,11 +279,11 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, weights, communicator, counts):
         """Return the weighted sum, for each token, of its rows."""
-        rows = _send_back(communicator, y, counts)
+        rows = _send_rows_back(communicator, y, counts)
         ctx.communicator, ctx.counts = communicator, counts
         ctx.save_for_backward(rows, weights)
         by_place = widen_dtype(weights.flatten(0, 1).gather(-1, counts.which)).masked_fill_(counts.lies < 0, 0)
-        return sum_of_rows(_rows_or_zeros(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
+        return sum_weighted_rows(_rows_or_zeros(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -288,7 +295,7 @@ class _Combine(torch.autograd.Function):
         of_weights.flatten(0, 1).scatter_add_(-1, counts.which, place_gradients)
         by_place = weights.flatten(0, 1).gather(-1, counts.which).flatten()
         of_rows = weigh_rows(gradient, counts.row_tokens, by_place.index_select(0, counts.pair))
-        return _send_to_experts(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
+        return _send_rows_to_experts(ctx.communicator, of_rows, counts), of_weights.to(weights.dtype), None, None
 
 
 def combine_rows(communicator: Communicator, y: Tensor, weights: Tensor, counts: Counts) -> Tensor:
@@ -306,22 +313,22 @@ Rows = Mapping[str, Tensor]  # states of a layer [experts] by role, see `platfor
 
 
 def route_tokens(
-    scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows | None = None
+    scores: Tensor, is_real: Tensor, router: Router, slots_per_expert: int, router_states: Rows | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights [length, batch, experts] of each token's experts, its auxiliary loss [length, batch], both in
     the type of the scores, and how many tokens chose each expert and how many of these it took, int64 [2, experts].
-    `rows`: the states of the layer."""
-    return _Route.apply(scores, real, router, slots, rows or {})
+    `router_states`: the states of the layer."""
+    return _Route.apply(scores, is_real, router, slots_per_expert, router_states or {})
 
 
 @torch.no_grad()
-def update_router_states(router: Router, rows: Rows, load: Tensor) -> None:
+def update_router_states(router: Router, router_states: Rows, load: Tensor) -> None:
     """Update the states of a layer in place after a step in which `load` [experts] tokens chose each expert."""
     mean = load.sum() / len(load)
-    if "choice" in rows:
-        rows["choice"].add_((load.sum() - load * len(load)).sign(), alpha=router.rate)
-    if "load" in rows:
-        rows["load"].copy_(torch.where(mean > 0, load / mean, 1.0))
+    if "choice" in router_states:
+        router_states["choice"].add_((load.sum() - load * len(load)).sign(), alpha=router.rate)
+    if "load" in router_states:
+        router_states["load"].copy_(torch.where(mean > 0, load / mean, 1.0))
 
 
 class _Route(torch.autograd.Function):
@@ -357,27 +364,27 @@ def _expert_probabilities(scores: Tensor, router: Router) -> Tensor:
 
 
 def _compute_routing(
-    scores: Tensor, real: Tensor, router: Router, slots: int, rows: Rows, best: Tensor
+    scores: Tensor, is_real: Tensor, router: Router, slots_per_expert: int, router_states: Rows, best: Tensor
 ) -> tuple[Tensor, ...]:
     """Compute `route_tokens` from the `best` experts of each token, by torch's functions, which autograd knows."""
-    experts, counted = scores.shape[-1], real.unsqueeze(-1)
+    experts, counted = scores.shape[-1], is_real.unsqueeze(-1)
     probabilities = _expert_probabilities(scores, router)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, counted.expand_as(best))
     weights = probabilities * chosen
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).masked_fill(~counted, 1)
     accepted, tokens_per_expert = chosen, chosen.sum(0)
-    if slots < len(scores):
-        accepted = chosen & (chosen.cumsum(0) <= slots)
+    if slots_per_expert < len(scores):
+        accepted = chosen & (chosen.cumsum(0) <= slots_per_expert)
         weights = weights * accepted
     weights = weights if router.scale == 1 else weights * router.scale
     shares = probabilities
     if router.function == "sigmoid":
         shares = probabilities / probabilities.sum(-1, keepdim=True)
-    if "load" in rows:
-        even = (rows["load"] * shares).sum(-1)
+    if "load" in router_states:
+        even = (router_states["load"] * shares).sum(-1)
     else:
-        tokens = real.sum(0).clamp_min(1).unsqueeze(-1)
+        tokens = is_real.sum(0).clamp_min(1).unsqueeze(-1)
         load = tokens_per_expert.to(scores.dtype) / tokens  # of each sequence: [batch, experts]
         even = (load * (shares * counted).sum(0) / tokens).sum(-1) * (experts / router.chosen)
     loss = router.balance * even
@@ -385,14 +392,14 @@ def _compute_routing(
         loss = loss + router.z * scores.logsumexp(-1).square()
     choices = tokens_per_expert.sum(0)
     counts = torch.stack([choices, choices if accepted is chosen else accepted.sum((0, 1))])
-    return weights, loss * real, counts
+    return weights, loss * is_real, counts
 
 
-def _best_experts(scores: Tensor, router: Router, rows: Rows) -> Tensor:
+def _best_experts(scores: Tensor, router: Router, router_states: Rows) -> Tensor:
     """Return the indices [length, batch, chosen] of the experts that are the most likely by the `scores` [length,
-    batch, experts] and by what a layer's states `rows` add for the choice alone, in the groups that are."""
+    batch, experts] and by what a layer's states `router_states` add for the choice alone, in the groups that are."""
     likely = _expert_probabilities(scores, router)
-    likely = likely + rows["choice"] if "choice" in rows else likely
+    likely = likely + router_states["choice"] if "choice" in router_states else likely
     if router.groups_kept < router.groups:
         by_group = likely.unflatten(-1, (router.groups, -1))
         groups = by_group.topk(router.group_best, -1).values.sum(-1)
@@ -402,13 +409,13 @@ def _best_experts(scores: Tensor, router: Router, rows: Rows) -> Tensor:
     return likely.topk(router.chosen, -1).indices
 
 
-def _slot_places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tensor]:
+def _slot_places(weights: Tensor, slots: int, max_experts_per_token: int) -> tuple[Tensor, Tensor]:
     """Return which token lies in each slot, int64 [experts, batch, slots], and in which slots each token lies, int64
     [length, batch, chosen] as indices of the former's elements; -1 for none. `weights`: [length, batch, experts]."""
     length, batch, experts = weights.shape
     goes = weights != 0
     # the experts of a token in their order, so that what they make is added in it
-    order, which = (goes * torch.arange(experts, 0, -1, device=weights.device)).topk(chosen, -1)
+    order, which = (goes * torch.arange(experts, 0, -1, device=weights.device)).topk(max_experts_per_token, -1)
     slot = (goes.cumsum(0) - 1).gather(-1, which)
     sequence = torch.arange(batch, device=weights.device).unsqueeze(-1)
     lies = torch.where(order > 0, (which * batch + sequence) * slots + slot, -1)
@@ -418,10 +425,12 @@ def _slot_places(weights: Tensor, slots: int, chosen: int) -> tuple[Tensor, Tens
     return held[:-1].view(experts, batch, slots), lies
 
 
-def _slot_tokens(held: Tensor) -> Tensor:
+def _slot_tokens(token_in_slot: Tensor) -> Tensor:
     """Return the token in each slot [experts, batch, slots] as its row among the tokens [length, batch], -1: none."""
-    batch = held.shape[1]
-    return torch.where(held < 0, -1, held * batch + torch.arange(batch, device=held.device).view(1, -1, 1))
+    batch = token_in_slot.shape[1]
+    return torch.where(
+        token_in_slot < 0, -1, token_in_slot * batch + torch.arange(batch, device=token_in_slot.device).view(1, -1, 1)
+    )
 
 
 class _SlotsDispatch(torch.autograd.Function):
@@ -434,19 +443,19 @@ class _SlotsDispatch(torch.autograd.Function):
         held, lies = _slot_places(weights, slots, chosen)
         ctx.save_for_backward(lies)
         rows = x.reshape(-1, x.shape[-1])
-        return sum_of_rows(rows, _slot_tokens(held).unsqueeze(-1), (held >= 0).unsqueeze(-1).to(x.dtype))
+        return sum_weighted_rows(rows, _slot_tokens(held).unsqueeze(-1), (held >= 0).unsqueeze(-1).to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the sum of a token's gradients from all slots in which it lies."""
         (lies,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        return sum_of_rows(rows, lies, (lies >= 0).to(rows.dtype)), None, None, None
+        return sum_weighted_rows(rows, lies, (lies >= 0).to(rows.dtype)), None, None, None
 
 
-def dispatch_slots(x: Tensor, weights: Tensor, slots: int, chosen: int) -> Tensor:
+def dispatch_slots(x: Tensor, weights: Tensor, slots: int, max_experts_per_token: int) -> Tensor:
     """Return the tokens x [length, batch, d] in the slots of their experts [experts, batch, slots, d], empty ones 0."""
-    return _SlotsDispatch.apply(x, weights, slots, chosen)
+    return _SlotsDispatch.apply(x, weights, slots, max_experts_per_token)
 
 
 class _SlotsCombine(torch.autograd.Function):
@@ -457,8 +466,8 @@ class _SlotsCombine(torch.autograd.Function):
         """Return the weighted sum, for each token, of the slots in which it lies."""
         held, lies = _slot_places(weights, y.shape[2], chosen)
         ctx.save_for_backward(y, weights, held, lies)
-        by_place = widen_dtype(weights.gather(-1, _slot_experts(lies, y))).masked_fill_(lies < 0, 0)
-        return sum_of_rows(y.reshape(-1, y.shape[-1]), lies, by_place)
+        by_place = widen_dtype(weights.gather(-1, _find_experts_of_slots(lies, y))).masked_fill_(lies < 0, 0)
+        return sum_weighted_rows(y.reshape(-1, y.shape[-1]), lies, by_place)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -466,26 +475,26 @@ class _SlotsCombine(torch.autograd.Function):
         y, weights, held, lies = ctx.saved_tensors
         place_gradients = products_of_rows(y.reshape(-1, y.shape[-1]), lies, gradient).masked_fill_(lies < 0, 0)
         of_weights = torch.zeros(weights.shape, dtype=place_gradients.dtype, device=y.device)
-        of_weights.scatter_add_(-1, _slot_experts(lies, y), place_gradients)
+        of_weights.scatter_add_(-1, _find_experts_of_slots(lies, y), place_gradients)
         tokens, expert = _slot_tokens(held), torch.arange(weights.shape[-1], device=y.device).view(-1, 1, 1)
         by_slot = weights.flatten()[tokens.clamp_min(0) * weights.shape[-1] + expert].masked_fill_(held < 0, 0)
         rows = gradient.reshape(-1, y.shape[-1])
-        of_slots = sum_of_rows(rows, tokens.unsqueeze(-1), by_slot.unsqueeze(-1))
+        of_slots = sum_weighted_rows(rows, tokens.unsqueeze(-1), by_slot.unsqueeze(-1))
         return of_slots, of_weights.to(weights.dtype), None
 
 
-def _slot_experts(lies: Tensor, y: Tensor) -> Tensor:
-    """Return the expert at each index in `lies` of the slots y [experts, batch, slots, d], 0 where that is -1."""
-    return lies.clamp_min(0).div(y.shape[1] * y.shape[2], rounding_mode="floor")
+def _find_experts_of_slots(slot_indices: Tensor, y: Tensor) -> Tensor:
+    """Return the expert at each index in `slot_indices` of the slots y [experts, batch, slots, d], 0 for -1."""
+    return slot_indices.clamp_min(0).div(y.shape[1] * y.shape[2], rounding_mode="floor")
 
 
-def combine_slots(y: Tensor, weights: Tensor, chosen: int) -> Tensor:
+def combine_slots(y: Tensor, weights: Tensor, max_experts_per_token: int) -> Tensor:
     """Return the sum [length, batch, d] of what each token's experts made of it, in slots y, times their `weights`."""
-    return _SlotsCombine.apply(y, weights, chosen)
+    return _SlotsCombine.apply(y, weights, max_experts_per_token)
 
 
 class _Rows(torch.autograd.Function):
-    """Autograd function behind `rows` where the table is a leaf: its gradient is added where that stays."""
+    """Autograd function behind `look_up_rows` where the table is a leaf: its gradient is added where that stays."""
 
     @staticmethod
     def forward(ctx, table: Tensor, ids: Tensor):
@@ -498,7 +507,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx, gradient):
         """Add the rows' gradient to the sum of the table's gradients, at `ids`."""
         (ids,) = ctx.saved_tensors
-        add_computed_gradient(ctx.table, partial(_scatter_gradient, ctx.table, ids, gradient))
+        compute_and_add_gradient(ctx.table, partial(_scatter_gradient, ctx.table, ids, gradient))
         return None, None
 
 

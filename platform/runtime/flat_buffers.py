@@ -44,7 +44,7 @@ class FlatBucket:
         self._plan, self._communicator = plan, communicator
         self._low, self._high = low, high
         # gradients are summed where kernels add them; else a pass's are collected in `_coming` first
-        self._direct = plan.adds_gradients_at_once(bucket, communicator.device.type)
+        self._direct = plan.adds_gradients_into_sums(bucket, communicator.device.type)
         self.adds_in = high if self._direct and bucket.zero < 2 else low  # dtype of the memory that kernels add them to
         self.here = is_at_index_zero(bucket.only, communicator.coordinates)
         self._index = communicator.group_index(bucket.sharded)  # of its shard
@@ -185,7 +185,7 @@ class FlatBucket:
             flat = convert(self._communicator, flat, steps, name=f"join {self.bucket.name}").wait()
         return {name: self._block_view(flat, name) for name in self._shapes}
 
-    def own_master_part(self, name: str, block: Tensor) -> Tensor:
+    def cut_own_master_part(self, name: str, block: Tensor) -> Tensor:
         """Return this rank's master part of a parameter's tensor `block`: its ZeRO shard, or the whole block."""
         if not self.bucket.sharded:
             return block
@@ -200,7 +200,7 @@ class FlatBucket:
             if name in self._taken:
                 self.flush_gradients()
             self._taken[name] = gradient
-            self._note_computed((name,))
+            self._note_computed_gradients((name,))
 
     def gradient_memory(self, *names: str) -> tuple[Tensor, bool]:
         """Return the stretch of the flat gradient buffer to which a kernel adds the gradients of the parameters
@@ -208,7 +208,7 @@ class FlatBucket:
         `note_added_gradients` when done."""
         start, stop = self._find_stretch(names)
         if self._direct:
-            sums, fresh = self._sum_buffer(), self._summed.isdisjoint(names)
+            sums, fresh = self._gradient_sum_buffer(), self._summed.isdisjoint(names)
             if not (fresh or self._summed.issuperset(names)):
                 for name in set(names) - self._summed:
                     self._block_view(sums, name).zero_()
@@ -222,9 +222,9 @@ class FlatBucket:
     def note_added_gradients(self, *names: str) -> None:
         """Note that a kernel has added gradients of `names` to the memory that `gradient_memory` returned."""
         (self._summed if self._direct else self._held).update(names)
-        self._note_computed(names)
+        self._note_computed_gradients(names)
 
-    def _note_computed(self, names: Sequence[str]) -> None:
+    def _note_computed_gradients(self, names: Sequence[str]) -> None:
         """Note that the backward pass has produced the gradients of the parameters `names`; when all of the bucket's
         are there, add them to the sums and call `complete`. A parameter with several uses never counts as there: its
         gradient is complete only when the pass ends."""
@@ -235,7 +235,7 @@ class FlatBucket:
             if self.complete:
                 self.complete(self)
 
-    def _sum_buffer(self) -> Tensor:
+    def _gradient_sum_buffer(self) -> Tensor:
         """Return the flat buffer of the bucket's gradients summed over microbatches, allocated on first use."""
         if self.sums is None:
             dtype = self._low if self.bucket.zero >= 2 else self._high
@@ -260,15 +260,15 @@ class FlatBucket:
 
     @torch.no_grad()
     def flush_gradients(self) -> None:
-        """Add the gradients that wait (taken by `add`, or of the backward pass under way) to the bucket's `sums` over
-        microbatches."""
+        """Add the gradients that wait (taken by `add_gradient`, or of the backward pass under way) to the bucket's
+        `sums` over microbatches."""
         if self._taken:
             taken, self._taken = self._taken, {}
             add_gradients_together([self.gradient_memory(name) for name in taken], list(taken.values()))
             (self._summed if self._direct else self._held).update(taken)
         if self._coming is None:
             return
-        sums, every = self._sum_buffer(), len(self.compute)
+        sums, every = self._gradient_sum_buffer(), len(self.compute)
         together = len(self._held) == every and len(self._summed) in (0, every)
         stretches = [(0, sum(self.bucket.sizes))] if together else [self.bucket.parameter_ranges[n] for n in self._held]
         known = [bool(self._summed)] if together else [name in self._summed for name in self._held]
@@ -299,9 +299,9 @@ class FlatBucket:
     def start_reduction(self) -> None:
         """Start reducing the bucket's flat gradients by collectives: in each backward pass over the ranks that shard
         the bucket (ZeRO-2 and 3), else once over all ranks that hold its parameters."""
-        self.settle_reduction()
+        self.finish_pass_reduction()
         self.flush_gradients()
-        sums = self._sum_buffer()
+        sums = self._gradient_sum_buffer()
         for name in self.compute.keys() - self._summed:
             self._block_view(sums, name).zero_()
         for start, stop in self.bucket.empty_ranges:
@@ -319,7 +319,7 @@ class FlatBucket:
         return convert(self._communicator, rows, steps, owned=True, name=f"reduce {self.bucket.name}")
 
     @torch.no_grad()
-    def settle_reduction(self) -> None:
+    def finish_pass_reduction(self) -> None:
         """Wait for the reduction of one backward pass's gradients; add this rank's shard to the sum over passes."""
         if self._reducing is not None:
             reduced_shard = self._reducing.wait().view(-1)
@@ -333,7 +333,7 @@ class FlatBucket:
         if not each:
             self._reducing.advance_collective() if self._reducing else self.start_reduction()
             return
-        self.settle_reduction()
+        self.finish_pass_reduction()
         assert self.reduced is not None
         self._reducing = self._launch_reduction(self.reduced.view(1, -1), last)
 
@@ -403,17 +403,17 @@ LEAST = 2.0**-86  # mean square from which on squares that fp32 cannot hold (bel
 
 @torch.no_grad()
 def local_squared_norm(
-    communicator: Communicator, counted: Mapping[str, Sequence[slice]], gradients: Mapping[str, Tensor]
+    communicator: Communicator, counted_slices: Mapping[str, Sequence[slice]], gradients: Mapping[str, Tensor]
 ) -> Tensor:
     """Return this rank's part of the squared 2-norm of the whole model's gradient, an fp64 scalar; the sum over all
-    ranks is the total. `gradients`: bucket -> the reduced ones, flat; `counted`: bucket -> what this rank counts of
-    them, both by the name of the bucket's first parameter.
+    ranks is the total. `gradients`: bucket -> the reduced ones, flat; `counted_slices`: bucket -> what this rank counts
+    of them, both by the name of the bucket's first parameter.
 
     Exact to the last digits of fp64, but for long stretches in fp32 on a CPU: to 1e-6, and where many elements make up
     the norm to 1e-8 (torch's own, in fp32 throughout, is off by 4e-4 at 7 million elements). Gradients in fp32 differ
     by more between two plans, and of one plan all ranks get one and the same number.
     """
-    counted_stretches = [flat[stretch] for name, flat in gradients.items() for stretch in counted[name]]
+    counted_stretches = [flat[stretch] for name, flat in gradients.items() for stretch in counted_slices[name]]
     if not counted_stretches:
         return torch.zeros((), dtype=torch.float64, device=communicator.device)
     return sum_squares(counted_stretches)
@@ -457,7 +457,7 @@ class Neighbours(NamedTuple):
     names: tuple[str, ...]
 
     @classmethod
-    def find_neighbours(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
+    def find_if_adjacent(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
         """Return parameters as neighbours in one flat bucket; None if fewer than two, not adjacent, or absent here."""
         homes = [find_bucket_of_leaf(w) for w in leaves if w is not None]
         flats, names = [f[0] for f in homes if f], tuple(f[1] for f in homes if f)
@@ -475,9 +475,9 @@ class Neighbours(NamedTuple):
         compute(*self.bucket.gradient_memory(*self.names))
         self.bucket.note_added_gradients(*self.names)
 
-    def add_small_gradients(self, total: Callable[..., Tensor]) -> None:
+    def add_small_gradients(self, compute_total: Callable[..., Tensor]) -> None:
         """Add small gradients of adjacent parameters (biases), which `total(dtype=...)` computes as one flat tensor."""
         ranges = [self.bucket.bucket.parameter_ranges[name] for name in self.names]
-        parts = total(dtype=self.bucket.adds_in).split([stop - start for start, stop in ranges])
+        parts = compute_total(dtype=self.bucket.adds_in).split([stop - start for start, stop in ranges])
         for name, part in zip(self.names, parts, strict=True):
             self.bucket.add_gradient(name, part)

@@ -1,7 +1,7 @@
 """Messages in host memory, by gloo, beside the collectives of a step.
 
 A group of gloo connects each rank to every other: N - 1 sockets in each process, and N^2 reads of the driver's store.
-So the groups here connect lazily: a rank has connections to its `Relatives` in a tree of all ranks, BRANCHES + 1 at
+So the groups here connect lazily: a rank has connections to its `TreeRelatives` in a tree of all ranks, BRANCHES + 1 at
 most, along which the collectives run, and to ranks with which it exchanges bytes. All are opened before they are used,
 by all ranks at the same time: `abort` has to know them, as nothing else ends a wait in one.
 """
@@ -26,7 +26,7 @@ from platform.runtime.progress import PROGRESS, Sockets, open_sockets, shut_down
 BRANCHES = 16  # of a rank: 3 levels below rank 0 for 4,369 ranks
 
 
-class Relatives(NamedTuple):
+class TreeRelatives(NamedTuple):
     """Relatives of a rank in the tree: its `parent`, None for rank 0, and the `branches` below it, each of consecutive
     ranks that begin with a child. The rank and all below it are consecutive too."""
 
@@ -49,12 +49,12 @@ class Relatives(NamedTuple):
         return self.child_ranks if self.parent is None else [self.parent, *self.child_ranks]
 
 
-def find_relatives(rank: int, size: int) -> Relatives:
+def find_tree_relatives(rank: int, size: int) -> TreeRelatives:
     """Return the parent and the branches below `rank` in the tree of `size` ranks, for host-memory collectives."""
     parent, ranks = None, range(size)
     while ranks[0] != rank:
         parent, ranks = ranks[0], next(branch for branch in _divide_branches(ranks) if rank in branch)
-    return Relatives(parent, _divide_branches(ranks))
+    return TreeRelatives(parent, _divide_branches(ranks))
 
 
 def _divide_branches(ranks: range) -> list[range]:
@@ -87,7 +87,7 @@ class HostMemory(Communicator):
         super().__init__(mesh, rank, device)
         self.connections: Sockets = {}
         self._store, self._exchanges = store, count()
-        self._relatives = find_relatives(rank, mesh.world_size)
+        self._relatives = find_tree_relatives(rank, mesh.world_size)
         self._tree: Any = None
         self._beside: Any = None  # group of what is transferred, beside the collectives of a step
         self._tree = self._connect_group("tree", self._relatives.peer_ranks, connect_timeout(mesh.world_size))
@@ -105,7 +105,7 @@ class HostMemory(Communicator):
             self._broadcast_down_tree(self._gather_up_tree(torch.zeros(1), [1] * self._relatives.subtree_size)[:1])
         sent, received = ([(peer, torch.zeros(1, dtype=torch.uint8)) for peer in peers] for _ in range(2))
         try:
-            _deliver_tensors(group, sent, received, PATIENCE * timeout)
+            _send_and_receive_tensors(group, sent, received, PATIENCE * timeout)
         finally:  # replaced as a whole, as the thread that aborts may be reading it
             self.connections = self.connections | dict(open_sockets().items() - before.items())
         self.confirm_uninterrupted()
@@ -127,13 +127,15 @@ class HostMemory(Communicator):
 
     def transfer(self, sent, received):
         """Send and receive bytes of known sizes between ranks, in the group that `connect_peers` has made."""
-        _deliver_tensors(self._beside, sent, received, TIMEOUT)
+        _send_and_receive_tensors(self._beside, sent, received, TIMEOUT)
 
     def exchange(self, sent, received):
         """Send and receive bytes of known sizes in a group for this call alone, whose connections end with it."""
         peers = sorted({peer for peer, _ in (*sent, *received)})
         with PROGRESS.mark_waiting("exchange"):
-            _deliver_tensors(self._connect_group(f"exchange/{next(self._exchanges)}", peers), sent, received, TIMEOUT)
+            _send_and_receive_tensors(
+                self._connect_group(f"exchange/{next(self._exchanges)}", peers), sent, received, TIMEOUT
+            )
 
     def collect_numbers(self, numbers):
         """Gather every rank's numbers on rank 0, up the tree; return None elsewhere."""
@@ -174,15 +176,15 @@ class HostMemory(Communicator):
         out = mine.new_empty(sum(sizes))
         own_part, *parts = out.split([len(mine), *below])
         own_part.copy_(mine)
-        _deliver_tensors(self._tree, [], list(zip(self._relatives.child_ranks, parts, strict=True)), TIMEOUT)
-        _deliver_tensors(self._tree, [] if parent is None else [(parent, out)], [], TIMEOUT)
+        _send_and_receive_tensors(self._tree, [], list(zip(self._relatives.child_ranks, parts, strict=True)), TIMEOUT)
+        _send_and_receive_tensors(self._tree, [] if parent is None else [(parent, out)], [], TIMEOUT)
         return out
 
     def _broadcast_down_tree(self, x: Tensor) -> Tensor:
         """Broadcast rank 0's tensor x to all ranks, down the tree, into their x; return it."""
         parent = self._relatives.parent
-        _deliver_tensors(self._tree, [], [] if parent is None else [(parent, x)], TIMEOUT)
-        _deliver_tensors(self._tree, [(child, x) for child in self._relatives.child_ranks], [], TIMEOUT)
+        _send_and_receive_tensors(self._tree, [], [] if parent is None else [(parent, x)], TIMEOUT)
+        _send_and_receive_tensors(self._tree, [(child, x) for child in self._relatives.child_ranks], [], TIMEOUT)
         return x
 
     def _abort_transport(self) -> None:
@@ -194,7 +196,7 @@ class HostMemory(Communicator):
         self._tree = self._beside = None
 
 
-def _deliver_tensors(
+def _send_and_receive_tensors(
     group: Any, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], timeout: timedelta
 ) -> None:
     """Send and receive tensors, as pairs (peer rank, tensor), in a gloo group, each within `timeout`; no empty ones."""

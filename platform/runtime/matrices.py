@@ -1,9 +1,8 @@
 """Parameters as matrices, of which each rank has parts, for optimizers whose updates need whole rows, columns or
 matrices.
 
-`FactoredSums` are sums of squares by row and by column, for factored second moments. `Matrices` gathers whole matrices
-from the blocks and shards of ranks.
-"""
+`AdafactorSums` are sums of squares by row and by column, for factored second moments. `MuonMatrices` gathers whole
+matrices from the blocks and shards of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class _Part(NamedTuple):
     before: int
 
 
-class FactoredSums:
+class AdafactorSums:
     """Sums over the ranks of a stage, of which each counts its parts, laid out as the master copies. `plan`: the plan
     of this rank's stage."""
 
@@ -51,23 +50,23 @@ class FactoredSums:
         at = communicator.coordinates
         self._counted = {n for n in self._sizes if counts_at(at, plan.master_split_axes(by_name[n]))}
         own_parameters = (by_name[name] for name in plan.factored if name in by_name)
-        self._parts = {p.name: part for p in own_parameters if (part := self._find_part(p))}
+        self._parts = {p.name: part for p in own_parameters if (part := self._find_own_part(p))}
 
-    def _find_part(self, p: Parameter) -> _Part | None:
+    def _find_own_part(self, p: Parameter) -> _Part | None:
         """Return the rows and columns of a parameter's matrices in which this rank's part lies, None if it has none;
         the part is its block or, under ZeRO, its shard of the block."""
         plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
         start, stop = plan.shard_range(p, at)
         if not plan.has_block(p, at) or start >= stop:
             return None
-        block, shape, cut = plan.locate_block(p, at), plan.global_shape(p), p.row_dims
+        block, shape, cut = plan.locate_block(p, at), plan.global_shape(p), p.num_row_dims
         rows = _element_numbers(block[:cut], shape[:cut], device)
         columns = _element_numbers(block[cut:], shape[cut:], device)
         first, last = start // len(columns), -(-stop // len(columns))
-        each = prod(extent for _, extent in block[p.stack_dims : cut])  # rows of the block in one matrix
+        each = prod(extent for _, extent in block[p.num_stack_dims : cut])  # rows of the block in one matrix
         within = range(first // each, -(-last // each))
         counts = [min(last, (n + 1) * each) - max(first, n * each) for n in within]
-        of = torch.tensor(within, device=device) + sum(offset for offset, _ in block[: p.stack_dims])
+        of = torch.tensor(within, device=device) + sum(offset for offset, _ in block[: p.num_stack_dims])
         return _Part(rows[first:last], counts, of, columns, start - first * len(columns))
 
     def matrix_shape(self, name: str) -> tuple[int, int, int] | None:
@@ -125,7 +124,7 @@ def _element_numbers(block: Sequence[tuple[int, int]], shape: Sequence[int], dev
     return element_numbers
 
 
-class Matrices:
+class MuonMatrices:
     """Gathers the plan's `matrices` on the rank of `communicator`, as the plan says, bucket by bucket. `plan`: the plan
     of this rank's stage; `flats`: its buckets. `half`: the model is computed in half precision."""
 
@@ -152,13 +151,15 @@ class Matrices:
     def _apply_to_gathered_matrix(self, flat: FlatBucket, p: Parameter, block: Tensor, function: Transform) -> Tensor:
         """Return this rank's part of function(whole matrix), of weight matrices gathered from the ranks' blocks."""
         matrix = convert(self._communicator, block, self._plan.matrix_gather_steps(p), name=f"join {p.name}").wait()
-        transformed = function(matrix.reshape(p.shape_as_matrices(matrix.shape)[not p.stack_dims :])).view(matrix.shape)
-        return flat.own_master_part(p.name, self._cut_block(p, transformed))
+        transformed = function(matrix.reshape(p.shape_as_matrices(matrix.shape)[not p.num_stack_dims :])).view(
+            matrix.shape
+        )
+        return flat.cut_own_master_part(p.name, self._cut_own_block(p, transformed))
 
-    def _cut_block(self, p: Parameter, whole_matrix: Tensor) -> Tensor:
+    def _cut_own_block(self, p: Parameter, whole_matrix: Tensor) -> Tensor:
         """Return this rank's block of `whole_matrix`, a parameter's whole matrices with their vocab padding."""
         block = self._plan.locate_block(p, self._communicator.coordinates)
-        for dim, (offset, extent) in [*enumerate(block)][p.stack_dims :]:
+        for dim, (offset, extent) in [*enumerate(block)][p.num_stack_dims :]:
             whole_matrix = whole_matrix.narrow(dim, offset, extent)
         return whole_matrix
 

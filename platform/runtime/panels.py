@@ -78,7 +78,7 @@ class Hiding(NamedTuple):
     drawing: Drawing | None = None
 
 
-class _FreshPositions:
+class _UntouchedPositions:
     """Positions of a block's sequences to which no pair has added anything yet."""
 
     def __init__(self, x: Tensor):
@@ -106,7 +106,7 @@ class _MergedResult:
         """Prepare the result of queries q that have seen no key yet."""
         self.q, self.width = q, width
         self.out: Tensor | None = None
-        self.fresh = _FreshPositions(q)  # queries of which there is no result
+        self.fresh = _UntouchedPositions(q)  # queries of which there is no result
         self.lse = q.new_empty(0)
 
     def result_so_far(self) -> Tensor:
@@ -138,19 +138,19 @@ class _MergedResult:
         return out.to(self.q.dtype), self.lse
 
 
-def merge_attention(out: Tensor, lse: Tensor, other: Tensor, of_other: Tensor) -> None:
+def merge_attention(out: Tensor, log_sum_exp: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Merge the attention `other` over keys of its own, with its log-sum-exp, into the attention `out`, in place."""
-    share = torch.sigmoid(of_other - lse).nan_to_num_(0)  # not a number where neither sees a key
+    share = torch.sigmoid(other_lse - log_sum_exp).nan_to_num_(0)  # not a number where neither sees a key
     out.lerp_(other, share.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, of_other))
+    log_sum_exp.copy_(torch.logaddexp(log_sum_exp, other_lse))
 
 
-class _PairSum:
+class _PairGradientSum:
     """Gradient of a block shaped as `x`, summed in the type of statistics over the pairs that read a part of it."""
 
     def __init__(self, x: Tensor):
         """Prepare the gradient of x, of which no pair has given any part."""
-        self.x, self.fresh = x, _FreshPositions(x)
+        self.x, self.fresh = x, _UntouchedPositions(x)
         self.total: Tensor | None = None
 
     def add_gradient(self, sequences: Stretch | None, where: Stretch, part: Tensor) -> None:
@@ -170,7 +170,7 @@ class _PairSum:
         return self.total
 
 
-class _Reader:
+class _PanelPairs:
     """Pairs of one rank's queries with panels, and the kernel that computes them."""
 
     def __init__(self, plan: PanelAttention, qkv: QueryKeyValue, bias: Tensor | None, hiding: Hiding):
@@ -200,7 +200,7 @@ class _Reader:
             return pairs_of_queries(plan.queries)
         return document_pairs(begins, plan.queries, short, (keys, how, block), pairs_of_queries)
 
-    def pair_scores(self, pair: Pair) -> Scores:
+    def build_score_terms(self, pair: Pair) -> Scores:
         """Return what makes the scores of a pair, beside its queries and keys."""
         (row, rows), keys = pair.rows, (pair.start, pair.columns.size)
         begins, padding, drawing = self.hiding
@@ -261,21 +261,21 @@ def _attend_all_panels(
 ) -> _MergedResult:
     """Attend to the panels of all ranks, of which k and v are this rank's."""
     q, k, v = qkv
-    reader, merged_result = _Reader(plan, qkv, bias, hiding), _MergedResult(q, v.shape[-1])
+    reader, merged_result = _PanelPairs(plan, qkv, bias, hiding), _MergedResult(q, v.shape[-1])
     for owner, keys, values in _iterate_panels(communicator, plan, k, v, KEYS):
         for pair in reader.panel_pairs(owner):
             merged_result.merge_pair(
-                pair, *reader.kernel.forward(_pair_operands(pair, (q, keys, values)), reader.pair_scores(pair))
+                pair, *reader.kernel.forward(_pair_operands(pair, (q, keys, values)), reader.build_score_terms(pair))
             )
     return merged_result
 
 
 def _add_pair_gradients(
-    reader: _Reader,
+    reader: _PanelPairs,
     panel_pairs: Sequence[Pair],
     results: QueryKeyValue,
     qkv: QueryKeyValue,
-    sums: Sequence[_PairSum],
+    sums: Sequence[_PairGradientSum],
     dbias: Tensor | None,
 ) -> None:
     """Add the gradients of some pairs to the `sums` of queries, keys and values, and to a bias's. `results`: the
@@ -283,14 +283,14 @@ def _add_pair_gradients(
     and values."""
     for pair in panel_pairs:
         gradient, out, lse = (_view_positions(x, pair.sequences, pair.rows) for x in results)
-        parts = reader.kernel.backward(gradient, _pair_operands(pair, qkv), (out, lse), reader.pair_scores(pair))
+        parts = reader.kernel.backward(gradient, _pair_operands(pair, qkv), (out, lse), reader.build_score_terms(pair))
         for total, where, part in zip(sums, (pair.rows, pair.columns, pair.columns), parts, strict=False):
             total.add_gradient(pair.sequences, where, part)
         if dbias is not None:
             dbias.narrow(2, *pair.rows).narrow(3, pair.start, pair.columns.size).add_(parts[3])
 
 
-def _halve_pairs(panel_pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
+def _split_pairs_by_work(panel_pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Sequence[Pair]]:
     """Return the first pairs that have half of the products of all, or just more, and the others."""
     all_products = sum(pair.score_count for pair in panel_pairs)
     cut = 1 + sum(2 * done < all_products for done in accumulate(pair.score_count for pair in panel_pairs))
@@ -314,18 +314,18 @@ class _Panels(torch.autograd.Function):
         """Return the gradients of q, k, v, sink and bias; the parts of k and v have come from all ranks."""
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         communicator, plan, hiding = ctx.options
-        reader, sums = _Reader(plan, (q, k, v), bias, hiding), [_PairSum(x) for x in (q, k, v)]
+        reader, sums = _PanelPairs(plan, (q, k, v), bias, hiding), [_PairGradientSum(x) for x in (q, k, v)]
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # torch's kernels take no other
         dbias = None if bias is None else torch.zeros_like(bias)
         results = gradient, out, finite_log_sum_exp(lse)
         turns = _iterate_panels(communicator, plan, k, v, AGAIN)
         owner, *mine = next(turns)
         # under the first message of keys, and the last one of gradients
-        now, later = _halve_pairs(reader.panel_pairs(owner))
+        now, later = _split_pairs_by_work(reader.panel_pairs(owner))
         _add_pair_gradients(reader, now, results, (q, *mine), sums, dbias)
         coming: Handle | Arrived | None = None
         for owner, *panel in turns:
-            panel_sums = [_PairSum(x) for x in panel]
+            panel_sums = [_PairGradientSum(x) for x in panel]
             _add_pair_gradients(reader, reader.panel_pairs(owner), results, (q, *panel), (sums[0], *panel_sums), dbias)
             message = _pack_message(*[x.gradient_sum() for x in panel_sums])
             if coming:
@@ -357,7 +357,7 @@ def attend_panels(
     return _Panels.apply(communicator, plan, hiding or Hiding(), *qkv, sink, bias)
 
 
-def attend_parts(
+def attend_split_keys(
     communicator: Communicator, plan: PanelAttention, qkv: QueryKeyValue, hiding: Hiding, over: Sequence[str]
 ) -> Tensor:
     """Compute attention of q, which all ranks along the axes `over` have, to keys and values of which each has a part,

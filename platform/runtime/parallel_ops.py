@@ -93,7 +93,7 @@ class ParallelOps(Ops):
         self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
         # by layer, how many tokens chose each expert and how many it took, in the passes of a training step
         self.routed: dict[str, Tensor] = {}
-        # by layer, the rows of each expert that passes have sent: kept where it is {} at first (`reports.replayed`)
+        # by layer, the rows of each expert that passes have sent: kept where it is {} at first
         self.routing: dict[str, list[Sequence[int]]] | None = None
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._widths: dict[tuple[Spec, int], list[int]] = {}
@@ -161,7 +161,7 @@ class ParallelOps(Ops):
         if key not in self._blocks:
             self.compiler, trace = None, compile_block
             if isinstance(compiler, Trial):
-                trace = compiler.attempt_compiled(f"block {name}", compile_block, lambda *_: None)
+                trace = compiler.wrap_with_fallback(f"block {name}", compile_block, lambda *_: None)
             self._blocks[key] = trace(function, arguments, self._common_tensor_ids)
             self.compiler = compiler
         block = self._blocks[key]
@@ -206,7 +206,7 @@ class ParallelOps(Ops):
 
     # what operations compute with
 
-    absent = staticmethod(conversions.is_absent)
+    absent = staticmethod(conversions.is_absent_block)
     Block = Tensor  # type of a rank's block of an activation
 
     @staticmethod
@@ -401,7 +401,7 @@ def is_due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def parameter_layers(plan: Plan) -> list[str]:
+def list_parameter_layers(plan: Plan) -> list[str]:
     """Return the layers of a whole plan's parameters, in order, named as in the sums of `gradient_squares`."""
     return list(dict.fromkeys(layer_of_parameter(p.name) for p in plan.parameters))
 

@@ -30,7 +30,7 @@ from platform.plan.schedule import (
     mark_completed_chunks,
 )
 from platform.runtime.communicator import Communicator, Handle
-from platform.runtime.conversion import gather_parts, is_absent, keep_part
+from platform.runtime.conversion import copy_own_part, gather_parts, is_absent_block
 from platform.runtime.einsum import Deferred
 
 PassKey = tuple[int, int]  # chunk, microbatch
@@ -72,7 +72,7 @@ class _Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledAction:
+class ResolvedAction:
     """Action of a row with its chunk and transfers resolved. `name`: name of its section of the clock; `receives`,
     `sends`: activations from the chunk before and for the chunk after; `completed`: the chunk whose last backward
     action this is; `early`: receives that a computation posts when it has its own inputs."""
@@ -86,13 +86,13 @@ class CompiledAction:
     receives: _Flow
     sends: _Flow
     completed: int | None
-    early: tuple[CompiledAction, ...] = ()
+    early: tuple[ResolvedAction, ...] = ()
 
 
-CompiledRows = dict[int, tuple[Sequence[Action], list[CompiledAction]]]  # id of a row -> the row itself, compiled
+CompiledRows = dict[int, tuple[Sequence[Action], list[ResolvedAction]]]  # id of a row -> the row itself, compiled
 
 
-def compile_row(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[CompiledAction]:
+def compile_row(plan: Plan, communicator: Communicator, row: Sequence[Action]) -> list[ResolvedAction]:
     """Resolve this rank's `row` of a pipeline schedule (computations, sends, receives) for execution: each action with
     the model chunk that it runs and the shapes of the tensors that it sends or receives."""
 
@@ -110,14 +110,14 @@ def compile_row(plan: Plan, communicator: Communicator, row: Sequence[Action]) -
     for a, completed in mark_completed_chunks(row):
         chunk, receives, sends = chunks[a.chunk]
         key, before, after = ((a.chunk + way, a.microbatch) for way in (0, -1, 1))
-        steps.append(CompiledAction(a, str(a), chunk, key, before, after, receives, sends, completed))
+        steps.append(ResolvedAction(a, str(a), chunk, key, before, after, receives, sends, completed))
     return _move_receives_early(steps) if communicator.posts_early else steps
 
 
-def _move_receives_early(steps: Sequence[CompiledAction]) -> list[CompiledAction]:
+def _move_receives_early(steps: Sequence[ResolvedAction]) -> list[ResolvedAction]:
     """Move every receive in a stage's row of the pipeline schedule before the last computation that precedes it, if
     any."""
-    moved_steps: list[CompiledAction] = []
+    moved_steps: list[ResolvedAction] = []
     for step in steps:
         at = next((i for i in reversed(range(len(moved_steps))) if moved_steps[i].action.kind in COMPUTE), None)
         if step.action.kind in RECEIVES and at is not None:
@@ -166,7 +166,7 @@ class PipelineExecutor:
             self._sending.popleft().wait()
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
 
-    def _execute_action(self, step: CompiledAction) -> None:
+    def _execute_action(self, step: ResolvedAction) -> None:
         """Execute one action of the pipeline schedule, timed as a section of the rank's clock. Raises StageFailed
         naming the action, or the early receive, that failed."""
         c = self.communicator
@@ -181,12 +181,16 @@ class PipelineExecutor:
             stage = c.coordinates["stage"]
             raise StageFailed(f"rank {c.rank} (stage {stage}) failed at {step.name}: {error}") from error
 
-    def _run_forward(self, step: CompiledAction) -> None:
+    def _run_forward(self, step: ResolvedAction) -> None:
         """Run a pipeline chunk's forward pass on its input activations, received from the stage before or left here by
         the chunk before; keep the autograd edges that the backward pass needs, and leave the detached outputs for the
         next chunk."""
         grad = torch.is_grad_enabled()
-        inputs = self._flow.pop(step.key) if step.key in self._flow else self._await_flow("F", step.key, step.receives)
+        inputs = (
+            self._flow.pop(step.key)
+            if step.key in self._flow
+            else self._wait_for_activations("F", step.key, step.receives)
+        )
         self._post_early_receives(step)
         inputs = {name: x.detach().requires_grad_(grad) for name, x in inputs.items()}
         deferred: Deferred | None = [] if self._splits else None
@@ -199,30 +203,30 @@ class PipelineExecutor:
         if step.chunk.sends:
             self._flow[step.after] = {name: x.detach() for name, x in outputs.items()}
 
-    def _run_backward(self, step: CompiledAction) -> None:
+    def _run_backward(self, step: ResolvedAction) -> None:
         """Run a pipeline chunk's whole backward pass: the gradients of its inputs, then of its weights."""
         self._compute_input_gradient(step)
         self._compute_weight_gradient(step)
 
-    def _compute_input_gradient(self, step: CompiledAction) -> None:
+    def _compute_input_gradient(self, step: ResolvedAction) -> None:
         """Run a pipeline chunk's backward pass from its outputs' gradients (1 for the loss), and leave its inputs'
         gradients for the chunk before; weight gradients are computed too, unless the schedule defers them."""
         live = self._live[step.key]
         gradients: dict[str, Tensor] = {}
         if step.chunk.sends:
             local = self._gradients.pop(step.key, None)
-            gradients = self._await_flow("B", step.key, step.sends) if local is None else local
+            gradients = self._wait_for_activations("B", step.key, step.sends) if local is None else local
         self._post_early_receives(step)
         with self.communicator.clock.time_section("backward"):
             torch.autograd.backward(list(live.outputs.values()), [gradients.get(name) for name in live.outputs])
         live.outputs.clear()
         if step.chunk.receives:
             input_gradients = {name: x.grad for name, x in live.inputs.items()}
-            assert all(g is not None or is_absent(live.inputs[name]) for name, g in input_gradients.items())
+            assert all(g is not None or is_absent_block(live.inputs[name]) for name, g in input_gradients.items())
             self._gradients[step.before] = input_gradients  # type: ignore[assignment]
         live.inputs.clear()
 
-    def _compute_weight_gradient(self, step: CompiledAction) -> None:
+    def _compute_weight_gradient(self, step: ResolvedAction) -> None:
         """Compute the weight gradients that a backward pass deferred, if any, for the chunk and microbatch of a
         pipeline action."""
         live = self._live.pop(step.key)
@@ -233,36 +237,38 @@ class PipelineExecutor:
                 while live.deferred:
                     live.deferred.pop(0)()
 
-    def _send_flow(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
+    def _send_activations(self, tensors: Mapping[str, Tensor], flow: _Flow, step: ResolvedAction) -> None:
         """Start sending activations or their gradients to the peer pipeline stage. If ranks of this stage hold equal
         tensors, each sends one part of them (scatter/gather)."""
         assert step.action.peer is not None
         for part in flow.parts:
-            x = keep_part(self.communicator, tensors[part.name], part.axes, part.sent[0])
+            x = copy_own_part(self.communicator, tensors[part.name], part.axes, part.sent[0])
             self._sending.append(self.communicator.send(x, step.action.peer))
         # Waiting here cannot deadlock: a schedule that would deadlock with blocking sends is refused.
         while len(self._sending) > SENDS_IN_FLIGHT:
             self._sending.popleft().wait()
 
-    def _post_early_receives(self, step: CompiledAction) -> None:
+    def _post_early_receives(self, step: ResolvedAction) -> None:
         """Post the receives of later pipeline actions that were moved forward to this computation."""
         for receive in step.early:
             self._execute_action(receive)
 
-    def _post_receives(self, way: str, flow: _Flow, step: CompiledAction) -> None:
-        """Post the receives of activations (`way` "F") or their gradients ("B") from the peer pipeline stage."""
+    def _post_receives(self, direction_letter: str, flow: _Flow, step: ResolvedAction) -> None:
+        """Post receives of activations (`direction_letter` "F") or gradients ("B") from the peer pipeline stage."""
         assert step.action.peer is not None
         receive = self.communicator.receive
-        self._arriving[way, step.key] = [receive(part.sent, self.dtype, step.action.peer) for part in flow.parts]
+        self._arriving[direction_letter, step.key] = [
+            receive(part.sent, self.dtype, step.action.peer) for part in flow.parts
+        ]
 
-    def _await_flow(self, way: str, key: PassKey, flow: _Flow) -> dict[str, Tensor]:
+    def _wait_for_activations(self, direction_letter: str, key: PassKey, flow: _Flow) -> dict[str, Tensor]:
         """Wait for the tensors that `_post_receives` posted for `key` (chunk, microbatch), and return them by name.
         Parts sent by several ranks are gathered into whole tensors; a tensor of which this rank has no block is
         empty."""
         if not flow.names:
             return {}
         c = self.communicator
-        coming = zip(flow.parts, self._arriving.pop((way, key)), strict=True)
+        coming = zip(flow.parts, self._arriving.pop((direction_letter, key)), strict=True)
         out = {part.name: gather_parts(c, handle.wait(), part.axes, part.shape) for part, handle in coming}
         if len(out) < len(flow.names):
             out = {n: out[n] if n in out else torch.empty(0, dtype=self.dtype, device=c.device) for n in flow.names}
@@ -272,25 +278,27 @@ class PipelineExecutor:
 class StageAlone(PipelineExecutor):
     """Runs a stage's rows by themselves: what it sends is dropped, and what it receives is zeros."""
 
-    def _send_flow(self, tensors: Mapping[str, Tensor], flow: _Flow, step: CompiledAction) -> None:
+    def _send_activations(self, tensors: Mapping[str, Tensor], flow: _Flow, step: ResolvedAction) -> None:
         pass
 
-    def _post_receives(self, way: str, flow: _Flow, step: CompiledAction) -> None:
+    def _post_receives(self, direction_letter: str, flow: _Flow, step: ResolvedAction) -> None:
         c = self.communicator
         zeros = (partial(torch.zeros, part.sent, dtype=self.dtype, device=c.device) for part in flow.parts)
-        self._arriving[way, step.key] = [Handle(c.clock, lambda: None, build_zeros) for build_zeros in zeros]
+        self._arriving[direction_letter, step.key] = [
+            Handle(c.clock, lambda: None, build_zeros) for build_zeros in zeros
+        ]
 
 
 # Unbound and outside the instance: bound methods stored in it would form a reference cycle, which keeps its tensors
 # alive until Python's cycle collector runs.
-_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, CompiledAction], None]] = {
+_ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, ResolvedAction], None]] = {
     Kind.FORWARD: PipelineExecutor._run_forward,
     Kind.BACKWARD: PipelineExecutor._run_backward,
     Kind.INPUT: PipelineExecutor._compute_input_gradient,
     Kind.WEIGHT: PipelineExecutor._compute_weight_gradient,
-    Kind.SEND_F: lambda self, step: self._send_flow(self._flow.pop(step.after), step.sends, step),
+    Kind.SEND_F: lambda self, step: self._send_activations(self._flow.pop(step.after), step.sends, step),
     Kind.RECV_F: lambda self, step: self._post_receives("F", step.receives, step),
-    Kind.SEND_B: lambda self, step: self._send_flow(self._gradients.pop(step.before), step.receives, step),
+    Kind.SEND_B: lambda self, step: self._send_activations(self._gradients.pop(step.before), step.receives, step),
     Kind.RECV_B: lambda self, step: self._post_receives("B", step.sends, step),
 }
 

@@ -13,16 +13,21 @@ from platform.runtime.statistics import widen_dtype
 
 
 def rotary_angles(
-    at: Tensor, d_kv: int, theta: float, dtype: torch.dtype, scaling: RotaryScaling | None = None, pairs: str = "halves"
+    positions: Tensor,
+    d_kv: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RotaryScaling | None = None,
+    pair_layout: str = "halves",
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; base `theta`) at the
-    global positions `at`, computed in fp64; with `scaling`, of the scaled angles, times its magnitude. `pairs`:
-    the two elements of a pair lie in two halves, or are neighbours."""
-    frequency = theta ** (-torch.arange(0, d_kv, 2, device=at.device, dtype=torch.float64) / d_kv)
+    global positions `positions`, computed in fp64; with `scaling`, of the scaled angles, times its magnitude.
+    `pair_layout`: the two elements of a pair lie in two halves, or are neighbours."""
+    frequency = theta ** (-torch.arange(0, d_kv, 2, device=positions.device, dtype=torch.float64) / d_kv)
     if scaling:
         frequency = _scale_frequencies(frequency, theta, scaling)
-    angle, magnitude = at.double().outer(frequency), scaling.magnitude if scaling else 1.0
-    angle = angle.repeat(1, 2) if pairs == "halves" else angle.repeat_interleave(2, 1)
+    angle, magnitude = positions.double().outer(frequency), scaling.magnitude if scaling else 1.0
+    angle = angle.repeat(1, 2) if pair_layout == "halves" else angle.repeat_interleave(2, 1)
     return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
 
 
@@ -67,52 +72,53 @@ class _Rotate(torch.autograd.Function):
         return ctx.turn(gradient, cos, sin, -1, ctx.pairs), None, None, None, None
 
 
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, way: int, pairs: str) -> Tensor:
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int, pair_layout: str) -> Tensor:
     """Turn the pairs of x [..., d_kv], or of its last elements if there are fewer angles, by the angles of rotary
-    position embedding, forth (`way` 1) or back (-1). `pairs`: see `rotary_angles`."""
+    position embedding, forth (`sign` 1) or back (-1). `pair_layout`: see `rotary_angles`."""
     unturned, half = x.shape[-1] - cos.shape[-1], cos.shape[-1] // 2
     halves = slice(None, half), slice(half, None)
-    first, second = halves if pairs == "halves" else (slice(0, None, 2), slice(1, None, 2))
+    first, second = halves if pair_layout == "halves" else (slice(0, None, 2), slice(1, None, 2))
     wide = widen_dtype(x[..., unturned:])
     out = wide * cos
-    out[..., first].addcmul_(wide[..., second], sin[..., first], value=-way)
-    out[..., second].addcmul_(wide[..., first], sin[..., first], value=way)
+    out[..., first].addcmul_(wide[..., second], sin[..., first], value=-sign)
+    out[..., second].addcmul_(wide[..., first], sin[..., first], value=sign)
     out = out.to(x.dtype)
     return torch.cat((x[..., :unturned], out), -1) if unturned else out
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, pairs: str, turn: Callable[..., Tensor] = turn_pairs) -> Tensor:
+def apply_rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, pair_layout: str, rotate: Callable[..., Tensor] = turn_pairs
+) -> Tensor:
     """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `rotary_angles` of
-    `pairs`, of a shape that broadcasts against its last elements. `turn`: `turn_pairs`, perhaps compiled."""
-    return _Rotate.apply(x, cos, sin, pairs, turn)
+    `pair_layout`, of a shape that broadcasts against its last elements. `rotate`: `turn_pairs`, perhaps compiled."""
+    return _Rotate.apply(x, cos, sin, pair_layout, rotate)
 
 
-def sinusoid_table(length: Tensor, d_model: Tensor, size: int) -> Tensor:
+def sinusoid_table(positions: Tensor, columns: Tensor, size: int) -> Tensor:
     """Return the sinusoidal position table, fp64 [length, d_model]: sin(position / 10000^(2i / size)) at column 2i, cos
-    of the same at 2i + 1 ("Attention Is All You Need", 3.5). `length`, `d_model`: the global positions and columns of
-    this rank's block; `size`: the global d_model."""
-    angle = length.double().outer(10000.0 ** (-(d_model - d_model % 2).double() / size))
-    return torch.where(d_model % 2 == 0, angle.sin(), angle.cos())
+    of the same at 2i + 1 ("Attention Is All You Need", 3.5). `positions`, `columns`: the global positions and columns
+    of this rank's block; `size`: the global d_model."""
+    angle = positions.double().outer(10000.0 ** (-(columns - columns % 2).double() / size))
+    return torch.where(columns % 2 == 0, angle.sin(), angle.cos())
 
 
-def relative_bucket(offset: Tensor, buckets: int, distance: int, bidirectional: bool) -> Tensor:
+def relative_bucket(offset: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
     """Return the bucket (index into the table of relative biases) of every offset = memory position - position in T5
     (Raffel et al. 2020, 2.1); int64, shaped as `offset`.
 
-    Half of the `buckets` hold one offset each, the rest widen logarithmically up to `distance`; all offsets beyond it
-    share the last. If `bidirectional`, positive offsets get the second half of the buckets; otherwise all of them share
-    bucket 0.
-    """
+    Half of the `num_buckets` hold one offset each, the rest widen logarithmically up to `max_distance`; all offsets
+    beyond it share the last. If `bidirectional`, positive offsets get the second half of the buckets; otherwise all of
+    them share bucket 0."""
     ahead = torch.zeros_like(offset)
     if bidirectional:
-        buckets //= 2
-        ahead, offset = (offset > 0) * buckets, -offset.abs()
+        num_buckets //= 2
+        ahead, offset = (offset > 0) * num_buckets, -offset.abs()
     back = (-offset).clamp_min(0)
-    exact = buckets // 2
+    exact = num_buckets // 2
     # fp64 plus 1e-9: an exact power on a bucket border rounds to the same bucket on every device
-    growth = torch.log(back.clamp_min(exact).double() / exact) / math.log(distance / exact)
-    wide = exact + (growth * (buckets - exact) + 1e-9).long()
-    return ahead + torch.where(back < exact, back, wide.clamp_max(buckets - 1))
+    growth = torch.log(back.clamp_min(exact).double() / exact) / math.log(max_distance / exact)
+    wide = exact + (growth * (num_buckets - exact) + 1e-9).long()
+    return ahead + torch.where(back < exact, back, wide.clamp_max(num_buckets - 1))
 
 
 def mask_padded_keys(tokens: Tensor) -> Tensor:
@@ -120,16 +126,16 @@ def mask_padded_keys(tokens: Tensor) -> Tensor:
     return (tokens < 0).t()[:, None, None]
 
 
-def unseen_mask(length: Tensor, memory: Tensor, window: int, begins: Tensor | None) -> Tensor:
-    """Return the attention mask, bool [length, memory_length], True where a query at the global positions `length` must
-    not see the key at `memory`: keys ahead of it, and with a `window` keys that far back. With `begins` [length,
-    batch], the positions at which documents begin, keys of earlier documents are hidden too: bool [batch, 1, length,
-    memory_length]."""
-    at = length.unsqueeze(1)
-    hidden = memory > at
+def unseen_mask(query_positions: Tensor, key_positions: Tensor, window: int, document_starts: Tensor | None) -> Tensor:
+    """Return the attention mask, bool [length, memory_length], True where a query at the global positions
+    `query_positions` must not see the key at `key_positions`: keys ahead of it, and with a `window` keys that far back.
+    With `document_starts` [length, batch], the positions at which documents begin, keys of earlier documents are hidden
+    too: bool [batch, 1, length, memory_length]."""
+    at = query_positions.unsqueeze(1)
+    hidden = key_positions > at
     if window:
-        hidden |= memory <= at - window
-    return hidden if begins is None else hidden | (memory < begins.t()[:, None, :, None])
+        hidden |= key_positions <= at - window
+    return hidden if document_starts is None else hidden | (key_positions < document_starts.t()[:, None, :, None])
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,15 +148,15 @@ def least_number(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min
 
 
-def attention_mask(q: Tensor, behind: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Combine the `unseen_mask` keys (`behind`, None without causality), padding and bias into one mask for
+def attention_mask(q: Tensor, is_unseen: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Combine the `unseen_mask` keys (`is_unseen`, None without causality), padding and bias into one mask for
     scaled_dot_product_attention of q [batch, heads, length, d_kv]: without a `bias`, bool (True: attended to); with
     one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `mask_padded_keys`
     returns it, or None.
     """
     hidden = torch.zeros((), dtype=torch.bool, device=q.device) if padding is None else padding
-    if behind is not None:
-        hidden = hidden | behind
+    if is_unseen is not None:
+        hidden = hidden | is_unseen
     if bias is None:
         return ~hidden
     return bias.to(q.dtype).masked_fill(hidden, least_number(q.dtype))

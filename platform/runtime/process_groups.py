@@ -173,7 +173,9 @@ class ProcessGroups(HostMemory):
             self._groups[tuple(axes)] = groups_by_members[members]
         self._messages: dict[dist.ProcessGroup, Messages] = {}
         self._lines: Lines = {}
-        self._lines |= self._create_nccl_lines(neighbours) if self._nccl else self._find_gloo_lines(list(neighbours))
+        self._lines |= (
+            self._create_nccl_stage_groups(neighbours) if self._nccl else self._find_gloo_stage_groups(list(neighbours))
+        )
         for group in self._own_groups():
             dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
 
@@ -189,7 +191,7 @@ class ProcessGroups(HostMemory):
             return dist.split_group(split_ranks=listed, timeout=timeout)
         return dist.new_subgroups_by_enumeration(listed, timeout=timeout)[0]
 
-    def _create_nccl_lines(self, neighbours: Iterable[tuple[int, int]]) -> Lines:
+    def _create_nccl_stage_groups(self, neighbours: Iterable[tuple[int, int]]) -> Lines:
         """Make an NCCL group for messages from each pipeline stage to its neighbour, one per direction: (sending,
         receiving stage) -> this rank's group, if any. Pairs that share no stage are made together."""
         lines: Lines = {}
@@ -200,7 +202,7 @@ class ProcessGroups(HostMemory):
                 lines |= {way: group if own_stage in way else None for way in ways}
         return lines
 
-    def _find_gloo_lines(self, neighbours: Sequence[tuple[int, int]]) -> Lines:
+    def _find_gloo_stage_groups(self, neighbours: Sequence[tuple[int, int]]) -> Lines:
         """Return the gloo group for messages from one pipeline stage to its neighbour: (sending, receiving stage) ->
         group, None for the default one. Messages up the stages go in the default group; messages down in one along the
         axis `stage`, since a thread of gloo that finds a connection in use by a sender spins until it is free."""
@@ -246,7 +248,7 @@ class ProcessGroups(HostMemory):
             work = dist.reduce(out, group[root], group=g, async_op=True)
         else:
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
-        return work.wait if self._nccl else partial(self._wait_until_aborted, work)
+        return work.wait if self._nccl else partial(self._wait_unless_aborted, work)
 
     def _start_all_to_allv(self, x, out, sent, received, axes):
         """Start an exchange of rows in the group along `axes`."""
@@ -262,7 +264,7 @@ class ProcessGroups(HostMemory):
             self._messages[group] = Messages(group, TIMEOUT)
         return self._messages[group]
 
-    def _wait_until_aborted(self, work: dist.Work) -> None:
+    def _wait_unless_aborted(self, work: dist.Work) -> None:
         """Wait for a gloo collective, but after an abort no longer than about ABORTED: an abort fails every wait,
         except for a message that gloo queues at the moment in which its connection ends."""
         aborted = False
@@ -277,12 +279,12 @@ class ProcessGroups(HostMemory):
         work.wait()  # raises its own error
 
     def _start_send(self, x, peer):
-        return self._wait_function(dist.isend(x, peer, group=self._line_between(self.rank, peer)))
+        return self._wait_function(dist.isend(x, peer, group=self._find_stage_group(self.rank, peer)))
 
     def _start_receive(self, out, peer):
-        return self._wait_function(dist.irecv(out, peer, group=self._line_between(peer, self.rank)))
+        return self._wait_function(dist.irecv(out, peer, group=self._find_stage_group(peer, self.rank)))
 
-    def _line_between(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+    def _find_stage_group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """Return the process group for messages from rank `sender` to rank `receiver`; None: the default one."""
         stages = self.mesh.rank_coordinates(sender)["stage"], self.mesh.rank_coordinates(receiver)["stage"]
         return self._lines[stages] if self._nccl else self._lines.get(stages)
@@ -314,12 +316,14 @@ class ProcessGroups(HostMemory):
         leave_default_group()
 
 
-def _start_nccl_rotation(x: Tensor, out: Tensor, members: Sequence[int], me: int, group: Any) -> Callable[[], None]:
-    """Start sending `x` to the next of the `members` of an NCCL `group`, of which this rank is number `me`, and
+def _start_nccl_rotation(
+    x: Tensor, out: Tensor, members: Sequence[int], own_index: int, group: Any
+) -> Callable[[], None]:
+    """Start sending `x` to the next of the `members` of an NCCL `group`, of which this rank is number `own_index`, and
     receiving `out` from the one before, as one operation: two would each wait for a peer that has begun with the same.
     Returns the function that waits."""
-    send_op = dist.P2POp(dist.isend, x, members[(me + 1) % len(members)], group)
-    receive_op = dist.P2POp(dist.irecv, out, members[me - 1], group)
+    send_op = dist.P2POp(dist.isend, x, members[(own_index + 1) % len(members)], group)
+    receive_op = dist.P2POp(dist.irecv, out, members[own_index - 1], group)
     works = dist.batch_isend_irecv([send_op, receive_op])
 
     def wait_for_both() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from platform.plan.chunks import ADDS_WIDE
 from platform.plan.operation_plan import Einsum, EinsumGroup, Panels
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import convert, is_absent
+from platform.runtime.conversion import convert, is_absent_block
 
 Dims = tuple[str, ...]
 Blocks = Sequence[Tensor]
@@ -38,7 +38,7 @@ def local_einsum_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
     ) -> Tensor:
         """Return the product of two local tensors; empty if x is absent on this rank."""
-        if is_absent(x):
+        if is_absent_block(x):
             return x + y if into is None else into
         return product(x, y, bias, into, fresh)
 
@@ -53,7 +53,7 @@ def _product_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     a_first, b_first = a == rows + contracted, b == contracted + columns
     are_matrices = (a_first or a == contracted + rows) and (b_first or b == columns + contracted)
     simple = are_matrices and out in (rows + columns, columns + rows) and contracted
-    if batched := _batch_product_function(a, b, out):
+    if batched := _build_batch_product(a, b, out):
         return batched
     if not simple:
         names = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys(a + b))}
@@ -92,7 +92,7 @@ def _product_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     return multiply_matrices
 
 
-def _batch_product_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
+def _build_batch_product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] | None:
     """Return the product function of `local_einsum_function` where it is one matrix product for each index of a first
     dim that `a`, `b` and `out` share, as of experts; else None."""
     if not a[0] == b[0] == out[0]:
@@ -164,9 +164,9 @@ class Groups(Protocol):
 Turns = Iterator[None]  # products of groups of rows, of which each step computes one
 
 
-def einsum_function_of_groups(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return the function of a product of rows, as `einsum_starter_of_groups` starts it, that computes all of it."""
-    start = einsum_starter_of_groups(groups, a, b, out)
+def build_grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+    """Return the function of a product of rows, as `build_grouped_einsum_starter` starts it, that computes all."""
+    start = build_grouped_einsum_starter(groups, a, b, out)
     return lambda *operands, **how: compute_in_turn([start(*operands, **how)])[0]
 
 
@@ -177,7 +177,7 @@ def compute_in_turn(products: Sequence[tuple[Tensor, Turns]]) -> list[Tensor]:
     return [memory for memory, _ in products]
 
 
-def einsum_starter_of_groups(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
+def build_grouped_einsum_starter(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
     """Return a function that starts `local_einsum_function` of rows [rows, d] of dims `a` with matrices of their
     experts [experts, ..] of dims `b`, or of two activations of the same rows: `out` then has a matrix for each expert,
     0 where it has no rows. It returns the result's memory, and what fills it `compute_in_turn`."""
@@ -197,18 +197,18 @@ def einsum_starter_of_groups(groups: Groups, a: Dims, b: Dims, out: Dims) -> Cal
             shape = (x.shape[0], y.shape[2])
         if has_kernel(x, y):
             product = F.grouped_mm(x, y, offs=groups.ends)
-            product = product if bias is None else product.add_(repeat_group_vectors(groups, bias))
+            product = product if bias is None else product.add_(repeat_expert_vectors(groups, bias))
             return product if into is None else into.copy_(product) if fresh else into.add_(product), iter(())
         fresh, memory = fresh or into is None, x.new_empty(shape) if into is None else into
         each = list(groups.each)
         left, right = x.split(each, int(matrices)), y.split(each) if matrices else y.unbind()
         memories = memory.unbind() if matrices else memory.split(each)
-        return memory, _multiply_one_by_one(memories, left, right, bias, fresh)
+        return memory, _iterate_matrix_products(memories, left, right, bias, fresh)
 
     return start_product
 
 
-def _multiply_one_by_one(memories: Blocks, left: Blocks, right: Blocks, bias: Tensor | None, fresh: bool) -> Turns:
+def _iterate_matrix_products(memories: Blocks, left: Blocks, right: Blocks, bias: Tensor | None, fresh: bool) -> Turns:
     """Compute the products of matrices `left` and `right`, and the expert's `bias` added, one in each step."""
     if bias is not None:
         for out, x, y, b in zip(memories, left, right, bias.unbind(), strict=True):
@@ -227,14 +227,14 @@ def has_kernel(x: Tensor, y: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % ALIGNED for n in wide)
 
 
-def repeat_group_vectors(groups: Groups, vectors: Tensor) -> Tensor:
+def repeat_expert_vectors(groups: Groups, vectors: Tensor) -> Tensor:
     """Return for each row the one of `vectors` [experts, d] that is its expert's, [rows, d]."""
     lengths = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     return vectors.repeat_interleave(lengths, 0, output_size=sum(groups.each))
 
 
-def sums_of_groups(groups: Groups, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum [experts, d] of each expert's rows [rows, d], the adjoint of `repeat_group_vectors`."""
+def sum_rows_by_expert(groups: Groups, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the sum [experts, d] of each expert's rows [rows, d], the adjoint of `repeat_expert_vectors`."""
     return torch.stack([part.sum(0, dtype=dtype) for part in rows.split(list(groups.each))])
 
 
@@ -245,16 +245,16 @@ class _OfRows(torch.autograd.Function):
     def forward(ctx, vectors, groups):
         """Return the vector of each row's expert."""
         ctx.groups = groups
-        return repeat_group_vectors(groups, vectors)
+        return repeat_expert_vectors(groups, vectors)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the sum of the gradients of each expert's rows."""
-        return sums_of_groups(ctx.groups, gradient), None
+        return sum_rows_by_expert(ctx.groups, gradient), None
 
 
 def vectors_of_rows(groups: Groups, vectors: Tensor) -> Tensor:
-    """Compute `repeat_group_vectors` differentiably: for each row of experts, its expert's of `vectors`."""
+    """Compute `repeat_expert_vectors` differentiably: for each row of experts, its expert's of `vectors`."""
     return _OfRows.apply(vectors, groups)
 
 
@@ -268,7 +268,7 @@ def vectors_of_rows(groups: Groups, vectors: Tensor) -> Tensor:
 #     A^TB  dw_t = reduce to its owner of  broadcast(x_t)^T dy
 
 
-class _Split:
+class _SummaOperand:
     """Operand of a SUMMA product: the `local` block, cut into panels along the contracted dim (at position `dim`),
     which is split over `axes`."""
 
@@ -284,7 +284,7 @@ class _Split:
         owner, panel_position = divmod(t, self.per_owner)
         return operand.narrow(self.dim, panel_position * self.extent, self.extent) if owner == self.index else None
 
-    def broadcast_panel(self, t: int) -> Callable[[], Tensor]:
+    def start_panel_broadcast(self, t: int) -> Callable[[], Tensor]:
         """Start the broadcast of this operand's SUMMA panel number t from the rank that owns it along the split's axes;
         the returned function waits for it and returns the panel."""
         mine = self.own_panel(t, self.local)
@@ -314,22 +314,24 @@ class _Split:
         return finish_reduction
 
 
-def _split_operands(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Blocks) -> list[_Split]:
-    """Return x and the operands of a SUMMA group, in this order, as `_Split`s along the contracted dim."""
+def _cut_operands_into_panels(
+    communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Blocks
+) -> list[_SummaOperand]:
+    """Return x and the operands of a SUMMA group, in this order, as `_SummaOperand`s along the contracted dim."""
     panels = group.panels
     assert panels is not None
-    split = [_Split(communicator, panels, panels.x_axes, x, group.x_dims.index(panels.dim))]
+    split = [_SummaOperand(communicator, panels, panels.x_axes, x, group.x_dims.index(panels.dim))]
     for e, w in zip(group.einsums, operands, strict=True):
-        split.append(_Split(communicator, panels, panels.operand_axes, w, e.dims.index(panels.dim)))
+        split.append(_SummaOperand(communicator, panels, panels.operand_axes, w, e.dims.index(panels.dim)))
     return split
 
 
-def _iterate_panels(splits: Sequence[_Split], count: int):
+def _iterate_panels(splits: Sequence[_SummaOperand], count: int):
     """Yield (t, panel t of every SUMMA operand) for t < `count`; broadcasts of panel t + 1 overlap the use of t."""
-    coming = [s.broadcast_panel(0) for s in splits]
+    coming = [s.start_panel_broadcast(0) for s in splits]
     for t in range(count):
         arrived_panels = [wait() for wait in coming]
-        coming = [s.broadcast_panel(t + 1) for s in splits] if t + 1 < count else []
+        coming = [s.start_panel_broadcast(t + 1) for s in splits] if t + 1 < count else []
         yield t, arrived_panels
 
 
@@ -341,12 +343,14 @@ class _Summa(torch.autograd.Function):
     def forward(ctx, communicator, group: EinsumGroup, x: Tensor, *operands: Tensor):
         """Return the products of x with the operands, summed over panels that their owners broadcast in turn."""
         ctx.communicator, ctx.group = communicator, group
-        local = _convert_operands(communicator, group.einsums, operands)
+        local = _convert_summa_operands(communicator, group.einsums, operands)
         kept = (w if e.regathered else moved for w, moved, e in zip(operands, local, group.einsums, strict=True))
         ctx.save_for_backward(x, *kept)
         assert group.panels is not None
         out: list[Tensor] = []
-        for _, (xt, *ws) in _iterate_panels(_split_operands(communicator, group, x, local), group.panels.count):
+        for _, (xt, *ws) in _iterate_panels(
+            _cut_operands_into_panels(communicator, group, x, local), group.panels.count
+        ):
             pairs = zip(group.einsums, ws, strict=True)
             products = [local_einsum_function(e.x_dims, e.dims, e.out_dims)(xt, w) for e, w in pairs]
             out = [y.add_(p) for y, p in zip(out, products, strict=True)] if out else products
@@ -358,8 +362,8 @@ class _Summa(torch.autograd.Function):
         x, *operands = ctx.saved_tensors
         group = ctx.group
         if any(e.regathered for e in group.einsums):  # then all einsums: their operands are parameters
-            operands = _convert_operands(ctx.communicator, group.einsums, operands)
-        splits = _split_operands(ctx.communicator, group, x, operands)
+            operands = _convert_summa_operands(ctx.communicator, group.einsums, operands)
+        splits = _cut_operands_into_panels(ctx.communicator, group, x, operands)
         dx, *dws = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *operands))
         finish = []
         for t, (xt, *ws) in _iterate_panels(splits, group.panels.count):
@@ -374,7 +378,7 @@ class _Summa(torch.autograd.Function):
         return None, None, dx, *(c.wait() for c in leaving)
 
 
-def _convert_operands(communicator: Communicator, einsums: Sequence[Einsum], operands: Blocks) -> Blocks:
+def _convert_summa_operands(communicator: Communicator, einsums: Sequence[Einsum], operands: Blocks) -> Blocks:
     """Convert a SUMMA group's operands to the operation's layout, except along the contracted dim, cut into panels."""
     coming = [convert(communicator, w, e.operand.forward) for w, e in zip(operands, einsums, strict=True)]
     return [c.wait() for c in coming]
@@ -383,6 +387,6 @@ def _convert_operands(communicator: Communicator, einsums: Sequence[Einsum], ope
 def compute_by_summa(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Blocks) -> Blocks:
     """Compute the outputs of a planned group of einsums by SUMMA, panel by panel of the contracted dim, from the local
     block of x (already converted) and the operands as stored. Outputs of an absent (empty) x are absent."""
-    if is_absent(x):
+    if is_absent_block(x):
         return [x + w for w in operands]
     return _Summa.apply(communicator, group, x, *operands)

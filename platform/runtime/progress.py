@@ -188,7 +188,7 @@ class Progress:
         self.restart_call_clock()
         self._thread, self._own, self._looked = get_native_id(), get_ident(), None
 
-    def note_progress(self, done: int, total: int) -> None:
+    def note_call_progress(self, done: int, total: int) -> None:
         """Note for heartbeats how far this worker is with the driver's call: `done` of `total` bytes or sequences."""
         self._far = done, total
 
@@ -201,14 +201,14 @@ class Progress:
         return monotonic() - self._ordered if self._call else 0.0
 
     def enter_section(
-        self, section: str, waiting: bool = False, preparing: bool = False, what: Any = None
+        self, section: str, waiting: bool = False, preparing: bool = False, awaited_collective: Any = None
     ) -> tuple[str, bool, bool, Any]:
         """Note for heartbeats that the main thread enters the clock section `section`; `waiting`: it only waits for
-        other ranks there, for the collective or message `what`, if that is given (`base.Launched`); `preparing`: it
-        compiles, loads or pins something. Returns the arguments by which `enter_section` restores the section
-        before."""
+        other ranks there, for the collective or message `awaited_collective`, if that is given
+        (`platform.runtime.communicator.Launched`); `preparing`: it compiles, loads or pins something. Returns the
+        arguments of the call of this method that restores the section before."""
         before = self._now[:4]
-        self._now = (section, waiting, preparing, what, monotonic())
+        self._now = (section, waiting, preparing, awaited_collective, monotonic())
         return before
 
     @contextmanager

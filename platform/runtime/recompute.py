@@ -16,7 +16,7 @@ from torch import Tensor
 
 from platform.plan.operation_plan import OffloadedActivation
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import gather_parts, is_absent, keep_part
+from platform.runtime.conversion import copy_own_part, gather_parts, is_absent_block
 from platform.runtime.pinned_memory import allocate_pinned_bytes
 
 
@@ -36,9 +36,9 @@ class _Recomputed(torch.autograd.Function):
         ctx.axes, ctx.shape = axes, x.shape
         ctx.tensors = [i for i, other in enumerate(more) if other is not None]
         ctx.count = len(more)
-        kept_part, other_arguments = keep_part(communicator, x, axes, elements), [more[i] for i in ctx.tensors]
+        kept_part, other_arguments = copy_own_part(communicator, x, axes, elements), [more[i] for i in ctx.tensors]
         ctx.away = None
-        if offload is None or is_absent(kept_part):
+        if offload is None or is_absent_block(kept_part):
             ctx.save_for_backward(kept_part, *other_arguments)
             return function(x, *more)
         ctx.away, left = offload.offload_activation(kept_part)
@@ -110,7 +110,7 @@ class Offload:
         host_bytes = self._take_host_bytes(x.numel() * x.element_size())
         host = host_bytes.view(x.dtype).view(x.shape)
         left = self._start_copy(host, x)
-        self._last = OffloadedActivation(partial(self._start_return, host, host_bytes), self._last)
+        self._last = OffloadedActivation(partial(self._start_copy_back, host, host_bytes), self._last)
         return self._last, left
 
     def _take_host_bytes(self, count: int) -> Tensor:
@@ -119,7 +119,7 @@ class Offload:
             return free_bytes.pop()
         return allocate_pinned_bytes(count) if self._beside else torch.empty(count, dtype=torch.uint8)
 
-    def _start_return(self, host: Tensor, host_bytes: Tensor) -> Arriving:
+    def _start_copy_back(self, host: Tensor, host_bytes: Tensor) -> Arriving:
         """Start to copy an activation back from its place in host memory; `host_bytes`: the bytes of that place."""
         x = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         arrived = self._start_copy(x, host)

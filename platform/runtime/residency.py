@@ -29,7 +29,7 @@ class ResidentSpan(NamedTuple):
 Spans = Sequence[ResidentSpan]  # of one chunk
 
 
-class _Border(torch.autograd.Function):
+class _SpanBorder(torch.autograd.Function):
     """Identity on an activation between two spans; its backward pass calls `back` before the gradient goes on."""
 
     @staticmethod
@@ -55,11 +55,17 @@ class Residency:
     """
 
     def __init__(
-        self, communicator: Communicator, spans: Mapping[int, Spans], *, frees: bool, turns: bool, ahead: bool
+        self,
+        communicator: Communicator,
+        spans: Mapping[int, Spans],
+        *,
+        frees_parameters: bool,
+        keeps_last_span: bool,
+        prefetches: bool,
     ):
         """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, each before its span runs."""
-        self._communicator, self._spans, self._turns, self._ahead = communicator, spans, turns, ahead
-        self._frees = frees
+        self._communicator, self._spans, self._turns, self._ahead = communicator, spans, keeps_last_span, prefetches
+        self._frees = frees_parameters
         self._chunk: Spans = ()
         self._at = 0
         self._whole: Sequence[FlatBucket] = ()
@@ -81,7 +87,7 @@ class Residency:
         spans, before = self._chunk, self._at
         self._at += 1
         self._move_to_span(spans, self._at, 1)
-        return _Border.apply(x, lambda: self._move_to_span(spans, before, -1)) if self._frees else x
+        return _SpanBorder.apply(x, lambda: self._move_to_span(spans, before, -1)) if self._frees else x
 
     def end_forward_pass(self, outputs: Mapping[str, Tensor]) -> None:
         """End a chunk's forward pass: free its gathered parameters (ZeRO-3), and have them gathered again when the
@@ -138,17 +144,17 @@ class Operands(NamedTuple):
     ahead: ParameterPrefetcher[Pending] | None = None
     use: Use = ("", "", 0)
 
-    def start_conversions(self, stored: Sequence[Tensor], back: bool = False) -> list[Pending]:
-        """Start the gathers of an einsum group's operand tensors from the layouts in which they are `stored`, or return
-        the conversions started ahead. `back`: True in the backward pass, for which only operands that the plan gathers
-        again are converted."""
-        steps = [e.operand.forward if e.regathered or not back else () for e in self.group.einsums]
+    def start_conversions(self, operands: Sequence[Tensor], in_backward: bool = False) -> list[Pending]:
+        """Start the gathers of an einsum group's operand tensors from the layouts in which they are `operands`, or
+        return the conversions started ahead. `in_backward`: True in the backward pass, for which only operands that the
+        plan gathers again are converted."""
+        steps = [e.operand.forward if e.regathered or not in_backward else () for e in self.group.einsums]
         if self.ahead and any(steps):
-            return self.ahead.take_parameters(self.use, back)
-        return [convert(self.communicator, w, s) for w, s in zip(stored, steps, strict=True)]
+            return self.ahead.take_parameters(self.use, in_backward)
+        return [convert(self.communicator, w, s) for w, s in zip(operands, steps, strict=True)]
 
-    def start_next_conversions(self, back: bool = False) -> None:
-        """Start gathering the parameters of the next group of einsums (of the backward pass if `back`), which travel
-        beside the product of this group, whose own have arrived."""
+    def start_next_conversions(self, in_backward: bool = False) -> None:
+        """Start gathering the parameters of the next group of einsums (of the backward pass if `in_backward`), which
+        travel beside the product of this group, whose own have arrived."""
         if self.ahead:
-            self.ahead.start_next_gathers(self.use, back)
+            self.ahead.start_next_gathers(self.use, in_backward)

@@ -72,22 +72,22 @@ def element_numbers(
     return out
 
 
-def random_counters(where: Sequence[Tensor], strides: Sequence[int]) -> list[Tensor]:
+def random_counters(dim_positions: Sequence[Tensor], strides: Sequence[int]) -> list[Tensor]:
     """Return the counters from which a block's random numbers are drawn: one int64 tensor per dim, shaped to broadcast
-    against the block, whose sum plus `start` is the state of SplitMix64 at every element; `where`: the global positions
-    along each dim of the block, int64; `strides` as in `elements`. They are the same in every step."""
+    against the block, whose sum plus `start` is the state of SplitMix64 at every element; `dim_positions`: the global
+    positions along each dim of the block, int64; `strides` as in `element_numbers`. They are the same in every step."""
     broadcast_states = []
-    for i, (positions, stride) in enumerate(zip(where, strides, strict=True)):
+    for i, (positions, stride) in enumerate(zip(dim_positions, strides, strict=True)):
         states = positions * _wrap_int64(stride * _GOLDEN)
-        broadcast_states.append(states.view([len(positions) if j == i else 1 for j in range(len(where))]))
+        broadcast_states.append(states.view([len(positions) if j == i else 1 for j in range(len(dim_positions))]))
     return broadcast_states
 
 
-def random_start(key_: int, first: int, device: torch.device | str) -> Tensor:
-    """Return the offset to add to the random-number `counters` of a block, an int64 scalar tensor: the stream's key
-    `key_`, and `first`, by which all element numbers are larger. A tensor, so that compiled code takes it as an
+def random_start(key_: int, first_element: int, device: torch.device | str) -> Tensor:
+    """Return the offset to add to the counters of a block (`random_counters`), an int64 scalar tensor: the stream's key
+    `key_`, and `first_element`, by which all element numbers are larger. A tensor, so that compiled code takes it as an
     argument."""
-    return torch.full((), _wrap_int64(first * _GOLDEN + key_), dtype=torch.int64, device=device)
+    return torch.full((), _wrap_int64(first_element * _GOLDEN + key_), dtype=torch.int64, device=device)
 
 
 def draw_dropout_mask(counters: Sequence[Tensor], start: Tensor, rate: float) -> Tensor:
@@ -185,15 +185,15 @@ _MOST_AT_ONCE = 1 << 25  # on other devices, whose kernels take long to launch: 
 
 
 class Drawing(NamedTuple):
-    """Source of the mask of one dropout: `counters` and `start` of `platform.runtime.residual`, and the
-    `rate`, the probability that an element is dropped."""
+    """Source of the mask of one dropout: `counters` and `start` as `random_counters` and `random_start` return them,
+    and the `rate`, the probability that an element is dropped."""
 
     counters: Sequence[Tensor]
     start: Tensor
     rate: float
 
 
-# `drop_elements`, `draw_in_pieces`, or one of them compiled
+# `drop_elements`, `apply_draw_in_pieces`, or one of them compiled
 Draw = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]
 
 
@@ -207,7 +207,7 @@ def jitter_elements(x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: 
     return draw_uniform(counters, start).mul_(2 * rate).add_(1 - rate).mul_(x).to(x.dtype)
 
 
-def draw_in_pieces(
+def apply_draw_in_pieces(
     x: Tensor, counters: Sequence[Tensor], start: Tensor, rate: float, draw: Draw | None = None
 ) -> Tensor:
     """Return what `draw` makes of the tensor x, by default dropout, piece by piece, so that the random integers fit the
@@ -225,16 +225,16 @@ def draw_in_pieces(
     return out
 
 
-def tile_pieces(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def tile_pieces(shape: Sequence[int], max_elements: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yield pieces that tile a tensor of this `shape`, as (offset, extent) along the leading dims that are cut;
-    each has at most `most` elements, or is a single one."""
-    if prod(shape) <= most or not shape:
+    each has at most `max_elements` elements, or is a single one."""
+    if prod(shape) <= max_elements or not shape:
         yield ()
         return
-    rows = max(1, most // prod(shape[1:]))
+    rows = max(1, max_elements // prod(shape[1:]))
     for first in range(0, shape[0], rows):
         n = min(rows, shape[0] - first)
-        for inner_piece in tile_pieces(shape[1:], most // n):
+        for inner_piece in tile_pieces(shape[1:], max_elements // n):
             yield ((first, n), *inner_piece)
 
 
@@ -255,7 +255,7 @@ class _Dropout(torch.autograd.Function):
 
 def apply_jitter(x: Tensor, drawing: Drawing) -> Tensor:
     """Apply `jitter_elements` to x, a local block; nothing is saved for the backward pass."""
-    return _Dropout.apply(x, drawing, partial(draw_in_pieces, draw=jitter_elements))
+    return _Dropout.apply(x, drawing, partial(apply_draw_in_pieces, draw=jitter_elements))
 
 
 def apply_dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:
@@ -263,7 +263,9 @@ def apply_dropout(x: Tensor, drawing: Drawing, draw: Draw) -> Tensor:
     return _Dropout.apply(x, drawing, draw)
 
 
-Region = Callable[[Callable[..., Any]], Callable[..., Any]]  # wraps a pure function: `compiled.region`
+Region = Callable[
+    [Callable[..., Any]], Callable[..., Any]
+]  # wraps a pure function: `platform.runtime.compilation.compile_region`
 
 
 def _add_residual(x: Tensor, y: Tensor, drawing: Drawing | None) -> Tensor:
@@ -309,7 +311,7 @@ def _sum_and_norm_gradients(
     return dx, dx if drawing is None else drop_elements(dx, *drawing), dgain, dbias
 
 
-class _Sum(torch.autograd.Function):
+class _ResidualSum(torch.autograd.Function):
     """Autograd function of x + dropout(y); the mask is drawn again in the backward pass."""
 
     @staticmethod
@@ -324,7 +326,7 @@ class _Sum(torch.autograd.Function):
         return gradient, ctx.region(drop_elements)(gradient, *ctx.drawing), None, None
 
 
-class _SumAndNorm(torch.autograd.Function):
+class _ResidualSumAndNorm(torch.autograd.Function):
     """Autograd function of a residual connection and the norm of its sum; saves the sum and two numbers per row."""
 
     @staticmethod
@@ -348,7 +350,7 @@ class _SumAndNorm(torch.autograd.Function):
 
 def apply_residual(x: Tensor, y: Tensor, drawing: Drawing, region: Region) -> Tensor:
     """Return x + dropout(y), both local blocks of one shape, by functions that `region` compiles."""
-    return _Sum.apply(x, y, drawing, region)
+    return _ResidualSum.apply(x, y, drawing, region)
 
 
 def apply_residual_norm(
@@ -363,4 +365,4 @@ def apply_residual_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return x + dropout(y) (no dropout without a `drawing`) and its LayerNorm or RMSNorm (`kind`) over the last dim,
     which is whole, by functions that `region` compiles; `eps` is added to the variance."""
-    return _SumAndNorm.apply(x, y, gain, bias, drawing, kind == "layernorm", eps, region)
+    return _ResidualSumAndNorm.apply(x, y, gain, bias, drawing, kind == "layernorm", eps, region)

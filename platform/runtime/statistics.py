@@ -1,5 +1,5 @@
 """Norms, softmax and maxima over a dim that is split over ranks: only statistics are communicated, never the tensor
-itself; and the gradients of parameters that kernels add up themselves (`add_computed_gradient`)."""
+itself; and the gradients of parameters that kernels add up themselves (`compute_and_add_gradient`)."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def can_accumulate(w: Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
 
 
-def add_computed_gradient(w: Tensor, compute: Compute) -> None:
+def compute_and_add_gradient(w: Tensor, compute: Compute) -> None:
     """Compute a gradient of the parameter w, an autograd leaf, and add it to the sum of its gradients in w's bucket,
     else in `w.grad`. `compute(memory, fresh)` adds the gradient to `memory`, overwrites it if `fresh`, or returns it in
     new memory if `memory` is None."""
@@ -239,14 +239,14 @@ def add_computed_gradient(w: Tensor, compute: Compute) -> None:
         compute(w.grad, False)
 
 
-def add_local_gradient_sum(w: Tensor, total: Callable[..., Tensor]) -> None:
+def add_local_gradient_sum(w: Tensor, compute_total: Callable[..., Tensor]) -> None:
     """Add to the leaf w's gradient a small tensor that `total(dtype=...)` computes, such as a bias's row sum."""
     if home := find_bucket_of_leaf(w):
         bucket, name = home
         if bucket.here:
-            bucket.add_gradient(name, total(dtype=bucket.adds_in))
+            bucket.add_gradient(name, compute_total(dtype=bucket.adds_in))
     else:
-        w.grad = total(dtype=w.dtype) if w.grad is None else w.grad.add_(total(dtype=w.dtype))
+        w.grad = compute_total(dtype=w.dtype) if w.grad is None else w.grad.add_(compute_total(dtype=w.dtype))
 
 
 def add_gradient(w: Tensor, gradient: Tensor) -> None:
@@ -256,16 +256,16 @@ def add_gradient(w: Tensor, gradient: Tensor) -> None:
         """Add the gradient to the memory `into`, or overwrite it if `fresh`; return it as it is without `into`."""
         return gradient if into is None else into.copy_(gradient) if fresh else into.add_(gradient)
 
-    add_computed_gradient(w, write_gradient)
+    compute_and_add_gradient(w, write_gradient)
 
 
 AddPart = Callable[[Callable[[Tensor, bool], None]], None]
 
 
 @contextmanager
-def gradient_parts(w: Tensor) -> Iterator[AddPart]:
+def open_gradient_adder(w: Tensor) -> Iterator[AddPart]:
     """Yield a function that adds a part of one gradient of the parameter w, an autograd leaf, as `compute(memory,
-    fresh)` of `add_computed_gradient` does; the gradient counts as computed when the context ends."""
+    fresh)` of `compute_and_add_gradient` does; the gradient counts as computed when the context ends."""
     home = find_bucket_of_leaf(w)
     memory, fresh = home[0].gradient_memory(home[1]) if home else (w.grad, False)
     if memory is None:

@@ -20,8 +20,8 @@ from typing import Any
 from platform.boundary.refusals import ConfigError, build_command_line, run_command
 from platform.boundary.schema import map_nested_values
 from platform.boundary.terminal import escape_terminal_text
-from platform.status.run_facts import ago_text, clock_text, collect_facts, list_status_rows
-from platform.status.seen_run import RUNS, Look, list_newest_runs, look_into_run, open_run_directory
+from platform.status.run_facts import ago_text, clock_text, collect_run_facts, list_status_rows
+from platform.status.seen_run import RUNS, Look, list_newest_runs, open_run_directory, read_run_contents
 
 WELL, ATTENTION = 0, 1  # exit statuses, beside REFUSED
 _WATCH_SECONDS = 2.0
@@ -44,7 +44,7 @@ def _print_status(arguments: argparse.Namespace) -> int:
         raise ConfigError("RUN_DIR", RUNS, "there is no run in it", ["the directory of a run"])
     while True:
         with open_run_directory(place) as directory:
-            current_look = look_into_run(directory, place)
+            current_look = read_run_contents(directory, place)
         ended = current_look.evidence.end_event is not None
         if arguments.watch and sys.stdout.isatty():
             print(_CLEAR, end="")
@@ -59,7 +59,7 @@ def status_data(look: Look) -> dict[str, Any]:
     """Return how a run is as plain data: what `status_text` shows, with numbers as numbers."""
     verdict = look.verdict.plain_fields() if look.verdict else None
     attention = bool(verdict and verdict["attention"])
-    facts = {"run": look.directory, "attention": attention, "verdict": verdict} | collect_facts(look)
+    facts = {"run": look.directory, "attention": attention, "verdict": verdict} | collect_run_facts(look)
     return map_nested_values(facts, float, lambda number: number if isfinite(number) else None)  # JSON has no NaN
 
 

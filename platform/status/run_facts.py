@@ -20,7 +20,7 @@ from platform.status.seen_run import Look
 _RATE_STEPS = 32  # last steps, whose median is the rate
 
 
-def collect_facts(look: Look) -> dict[str, Any]:
+def collect_run_facts(look: Look) -> dict[str, Any]:
     """Return how a run is: state, step, rate, time left, losses, mesh, checkpoint, goodput, as plain data. Unknown ones
     are None."""
     evidence, last = look.evidence, dict(look.evidence.rows[-1]) if look.evidence.rows else {}
@@ -94,7 +94,7 @@ def _last_snapshot_step(look: Look) -> int | None:
 
 def list_status_rows(look: Look) -> Iterator[tuple[str, str]]:
     """Yield the table that shows how a run is, as (name, value); rows that nothing is known of are left out."""
-    f, now = collect_facts(look), look.evidence.now
+    f, now = collect_run_facts(look), look.evidence.now
     yield "run", look.directory
     yield "state", f["state"] + (f", driver {f['driver']}" if f["driver"] and not look.evidence.end_event else "")
     if f["wrote"]:

@@ -1,6 +1,6 @@
 """A look at a run from outside: what its directory holds now, whether it is being written, torn, ended or of an older
-version, and the verdict on it. Nothing there is changed. `read_owner` finds the driver that owns the directory, as its
-lock names it, and `owner_state` whether that process lives on this machine."""
+version, and the verdict on it. Nothing there is changed. `read_lock_owner` finds the driver that owns the directory, as
+its lock names it, and `owner_state` whether that process lives on this machine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from platform.cluster.run_directory import LOCK
 from platform.config.fields import Config
 from platform.monitor import json_records, metrics
 from platform.monitor.events import JournalEvent
-from platform.monitor.journal import LIVE, kernel_state, read_live
+from platform.monitor.journal import LIVE, kernel_state, read_live_state
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.verdict import Evidence, Verdict, judge_run
 from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
 
 
-def read_owner(directory: Path) -> tuple[str, str]:
+def read_lock_owner(directory: Path) -> tuple[str, str]:
     """Return the driver that a run directory's lock names, "process 7 on host", and its state; "" without a lock."""
     owner = ""
     with suppress(OSError, ValueError):
@@ -74,7 +74,7 @@ class Look:
         return judge_run(self.evidence)
 
 
-def look_into_run(directory: Path, name: str = "") -> Look:
+def read_run_contents(directory: Path, name: str = "") -> Look:
     """Look into a run directory, called `name` for people. Raises ConfigError if it holds no run."""
     torn: list[str] = []
     config = _read_or_note(torn, traces.CONFIG, lambda: traces.read_configuration(directory), None)
@@ -85,9 +85,9 @@ def look_into_run(directory: Path, name: str = "") -> Look:
     if config is None and not journal:
         reason = f"holds no run{f': {torn[0]}' if torn else ''}"
         raise ConfigError("run.dir", name or directory, reason, list_newest_runs()[:3])
-    owner, driver = read_owner(directory)
+    owner, driver = read_lock_owner(directory)
     steps = (config.train.stop_at or config.train.steps) if config else None
-    live = _read_or_note(torn, LIVE, lambda: read_live(directory), None)
+    live = _read_or_note(torn, LIVE, lambda: read_live_state(directory), None)
     evidence = Evidence(journal, rows, time.time(), steps, driver, owner, last_write_time(directory), live)
     return Look(name or str(directory), config, plan, evidence, torn)
 
@@ -144,7 +144,7 @@ def _read_plan_summary(directory: Path) -> dict[str, Any]:
 
 def _read_metrics_rows(directory: Path) -> list[dict[str, Any]]:
     """Return the last rows of a run directory's metrics, a step once. Raises Malformed, OSError."""
-    return metrics.valid_rows(json_records.read_last_lines(directory / METRICS, metrics.read_row))
+    return metrics.valid_rows(json_records.read_last_lines(directory / METRICS, metrics.validate_row))
 
 
 def last_write_time(directory: Path) -> float:

@@ -12,9 +12,9 @@ from platform.boundary.schema import Malformed, OpenMap, Span
 from platform.boundary.storage import open_storage
 from platform.checkpoint.catalogue import find_newest_checkpoint
 from platform.cluster import run_directory
-from platform.config.extensions import load_extensions
+from platform.config.extensions import import_user_modules
 from platform.config.fields import Config
-from platform.config.ramps import find_step_length, step_sample_range
+from platform.config.ramps import find_sequence_length, step_sample_range
 from platform.data.step_view import TakenStep
 from platform.monitor import events
 from platform.monitor.json_records import METRICS
@@ -33,10 +33,10 @@ _TAKEN = Annotated[dict[str, Any], OpenMap(_KEYS, ("samples",))]
 _OPEN = "which rank reads what is not known before the run starts and chooses {}"
 
 
-def step_of_configuration(config: Config, step: int, why: str = "") -> TakenStep:
+def step_facts_from_config(config: Config, step: int, why: str = "") -> TakenStep:
     """Return what training step `step` takes by a configuration. Raises ConfigError if there is no such step."""
     check_step(step, config.train.steps)
-    samples, length = step_sample_range(config.train, step), find_step_length(config, step)
+    samples, length = step_sample_range(config.train, step), find_sequence_length(config, step)
     if open_ := [*config.plan.search, *(["parallel.data"] if config.parallel.data == -1 else [])]:
         return TakenStep(config, step, samples, length, None, _OPEN.format(", ".join(open_)))
     return TakenStep(config, step, samples, length, make_plan(config), why)
@@ -56,7 +56,7 @@ def step_of_run(directory: Path, step: int | None, name: str = "") -> TakenStep:
         config = run_directory.read_configuration(directory)
         if config is None:
             raise ConfigError("run.dir", run_name, "holds no run", list_newest_runs()[:3])
-        refuse_all(load_extensions(config.extend))
+        refuse_all(import_user_modules(config.extend))
         rows: list[dict[str, Any]] = []
         with suppress(FileNotFoundError):
             rows = MetricsLog.read_rows(directory / METRICS)
@@ -64,12 +64,12 @@ def step_of_run(directory: Path, step: int | None, name: str = "") -> TakenStep:
         check_step(step, config.train.steps)
         row = next((row for row in reversed(rows) if row["step"] == step), None)
         if row is None:
-            return step_of_configuration(config, step, f"the run has not done step {step}, and will take this")
+            return step_facts_from_config(config, step, f"the run has not done step {step}, and will take this")
         recorded = schema.parse_value(_TAKEN, row)
         generation = recorded.get("generation", 0)
         plan = _rebuild_plan(config, directory, generation)
         why = "" if plan else f"which rank read what is not known: no plan of generation {generation}"
-        length = recorded.get("length") or find_step_length(config, step)
+        length = recorded.get("length") or find_sequence_length(config, step)
         return TakenStep(config, step, recorded["samples"], length, plan, why, _read_corpus_digest(config, directory))
     except Malformed as error:
         raise ConfigError("run.dir", run_name, f"is not a run's ({error})") from None
@@ -81,7 +81,7 @@ def _read_corpus_digest(config: Config, directory: Path) -> str:
     """Return the hash of the corpus that the newest checkpoint of a run was trained on; "" if it has none."""
     place = config.checkpoint.url or str(directory / "checkpoints")
     with suppress(OSError, ConfigError):
-        manifest = find_newest_checkpoint(open_storage(place), deep=False, mark=False).manifest
+        manifest = find_newest_checkpoint(open_storage(place), verifies_bytes=False, quarantines=False).manifest
         return manifest.meta.corpus if manifest else ""
     return ""
 

@@ -27,7 +27,7 @@ from platform.predict.step_price import step_configs
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.runtime.compilation import reason_uncompiled
 from platform.runtime.process_groups import connect_process_groups
-from platform.train.measurements import TOGETHER, settle_device
+from platform.train.measurements import TOGETHER, synchronize_device
 from platform.train.rank_parameters import DTYPES
 from platform.train.replies import Rates, Timing
 from platform.train.trainer import Trainer
@@ -102,7 +102,7 @@ def measure_collective_rates(communicator: Communicator, tiny: bool) -> Rates:
             x, times = torch.zeros(size // 4, device=communicator.device), FEW if spent > 0.02 else MANY
             spent = between.measure_seconds(op, x, times)
             timings.append(Timing(op, [float(n), float(size)], spent))
-            spent = _find_most_seconds(communicator, spent)
+            spent = _max_over_all_ranks(communicator, spent)
             size *= 4
     timings.append(_measure_overlap(communicator, sizes, between))
     return Rates(communicator.device.type, 0.0, 1, timings)
@@ -130,21 +130,21 @@ class _CollectiveTimer:
         apart, together = [], []
         for _ in range(min(self._repeats, 2 if count == FEW else self._repeats)):
             apart.append(self._time_repeats(count, lambda: None))
-            together.append(self._time_repeats(count, partial(self._move_bytes, op, x)))
+            together.append(self._time_repeats(count, partial(self._run_collective, op, x)))
         return max(1e-7, (median(together) - median(apart)) / count / (2 if op == "send" else 1))
 
     def _time_repeats(self, count: int, follow_up: Callable[[], None]) -> float:
         """Return the seconds of `count` times a few products and something after them."""
         self.communicator.barrier()
-        settle_device(self.communicator.device)
+        synchronize_device(self.communicator.device)
         begin = time.perf_counter()
         for _ in range(count):
             self.compute_products(4)
             follow_up()
-        settle_device(self.communicator.device)
+        synchronize_device(self.communicator.device)
         return time.perf_counter() - begin
 
-    def _move_bytes(self, op: str, x: torch.Tensor) -> None:
+    def _run_collective(self, op: str, x: torch.Tensor) -> None:
         """Launch a collective and wait for it; or send a message there and back."""
         communicator, stage = self.communicator, self.communicator.coordinates["stage"]
         if op != "send":
@@ -154,7 +154,7 @@ class _CollectiveTimer:
                 (communicator.send(x, 1 - stage) if sends else communicator.receive(x.shape, x.dtype, 1 - stage)).wait()
 
 
-def _find_most_seconds(communicator: Communicator, seconds: float) -> float:
+def _max_over_all_ranks(communicator: Communicator, seconds: float) -> float:
     """Return the most seconds that any rank of all groups has measured, the same on all."""
     most_seconds, axes = torch.tensor([seconds], device=communicator.device), communicator.mesh.axes
     return communicator.read_numbers(communicator.launch("all_reduce", most_seconds, [*axes], reduce="max").wait())[0]
@@ -163,21 +163,21 @@ def _find_most_seconds(communicator: Communicator, seconds: float) -> float:
 def _measure_overlap(communicator: Communicator, sizes: Extents, between: _CollectiveTimer) -> Timing:
     """Measure products and an all-gather that takes about as long, one after the other and at the same time."""
     x = torch.zeros(sizes.largest // 64, device=communicator.device)
-    moving = _find_most_seconds(communicator, between.measure_seconds("all_gather", x, MANY))
+    moving = _max_over_all_ranks(communicator, between.measure_seconds("all_gather", x, MANY))
 
     def time_products(count: int, launched: bool) -> float:
         """Return the seconds of so many products, beside the all-gather if it is `launched`."""
         communicator.barrier()
-        settle_device(communicator.device)
+        synchronize_device(communicator.device)
         begin = time.perf_counter()
         handle = communicator.launch("all_gather", x, LINE) if launched else None
         between.compute_products(count)
         if handle:
             handle.wait()
-        settle_device(communicator.device)
+        synchronize_device(communicator.device)
         return time.perf_counter() - begin
 
-    count = 1 + int(8 * moving / _find_most_seconds(communicator, time_products(8, False)))
+    count = 1 + int(8 * moving / _max_over_all_ranks(communicator, time_products(8, False)))
     apart, together = ([time_products(count, launched) for _ in range(sizes.repeats)] for launched in (False, True))
     return Timing("beside", [median(apart), moving], median(together))
 
@@ -201,11 +201,11 @@ class _Timer:
 
     def _time_work(self, work: Callable[[], Any], count: int) -> float:
         """Return the seconds of each of `count` times the same work."""
-        settle_device(self.device)
+        synchronize_device(self.device)
         begin = time.perf_counter()
         for _ in range(count):
             work()
-        settle_device(self.device)
+        synchronize_device(self.device)
         return (time.perf_counter() - begin) / count
 
 

@@ -56,29 +56,31 @@ def find_resume_source(config: Config) -> tuple[str, str | None]:
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 
 
-def describe_environment(config: Config, run_dir: Path, probe: str, lacks: Mapping[str, str] | None = None) -> Proof:
+def describe_environment(
+    config: Config, run_dir: Path, probe_name: str, lacks: Mapping[str, str] | None = None
+) -> Proof:
     """Describe this process's environment, worker or driver, for the check before a mesh forms that all see the same
-    storage and run the same code. Reads the file `probe`, which the driver has written to the run directory and the
-    checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `lacks`: see Proof."""
-    sees = {"run.dir": _hash_stored_file(str(run_dir), probe)}
+    storage and run the same code. Reads the file `probe_name`, which the driver has written to the run directory and
+    the checkpoint storage, and the manifest of the checkpoint that checkpoint.resume names. `lacks`: see Proof."""
+    sees = {"run.dir": _hash_stored_file(str(run_dir), probe_name)}
     if saves_checkpoints(config):
-        sees["checkpoint.url"] = _hash_stored_file(find_checkpoint_url(config), probe)
+        sees["checkpoint.url"] = _hash_stored_file(find_checkpoint_url(config), probe_name)
     url, name = find_resume_source(config)
     if name:
         sees["checkpoint.resume"] = _hash_stored_file(url, f"{name}/{NAME}")
-    code = {name: _running_digest(name) for name in ("platform", *config.extend)}
+    code = {name: _cached_module_hash(name) for name in ("platform", *config.extend)}
     return Proof(socket.gethostname(), sees, code, list_versions(), dict(lacks or {}))
 
 
 def read_code() -> None:
     """Compute this process's code hash and library versions now, so that workers forked from it inherit them."""
-    _running_digest("platform")
+    _cached_module_hash("platform")
     list_versions()
 
 
 def identify_code(config: Config) -> dict[str, str]:
     """Return the identity of a run's code: module -> hash of its source as first read, library -> version."""
-    return {name: _running_digest(name) for name in ("platform", *config.extend)} | _library_versions()
+    return {name: _cached_module_hash(name) for name in ("platform", *config.extend)} | _library_versions()
 
 
 def describe_git_state() -> str:
@@ -90,7 +92,7 @@ def describe_git_state() -> str:
 
 
 @cache
-def _running_digest(module: str) -> str:
+def _cached_module_hash(module: str) -> str:
     """Return the `hash_module_source` of a module that this worker runs, as it was at the first call, for its proof."""
     return hash_module_source(module)
 

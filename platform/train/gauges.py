@@ -78,18 +78,18 @@ GAUGES = Gauges()
 def gauge_sources(gpu: str) -> Iterator[Source]:
     """Yield the sources of a worker's gauges: its process, and its GPU of that NVML name or, if it is "", the
     processors of its machine."""
-    yield Process()
+    yield ProcessGauges()
     if not gpu:
-        yield Processors()
+        yield ProcessorGauges()
         return
     with suppress(ImportError):
         import pynvml
 
         with suppress(pynvml.NVMLError):
-            yield Nvml(pynvml, gpu)
+            yield GpuGauges(pynvml, gpu)
 
 
-class Process:
+class ProcessGauges:
     """Gauges of this process: how many processors it kept busy since the reading before, the share of that time in
     which its main thread waited for one, its threads, and its resident memory."""
 
@@ -114,7 +114,7 @@ def _read_delay() -> float:
     return int(words[1]) / 1e9 if len(words) > 1 else nan
 
 
-class Nvml:
+class GpuGauges:
     """Gauges of a GPU, by `nvml`, the package pynvml."""
 
     def __init__(self, nvml: Any, gpu: str):
@@ -137,7 +137,7 @@ class Nvml:
         return reading
 
 
-class Processors:
+class ProcessorGauges:
     """Gauges of the processors of this machine, which its workers share: power since the reading before, by their
     counters of energy (RAPL), and temperature, where the kernel lets this process read them."""
 

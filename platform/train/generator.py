@@ -1,9 +1,8 @@
 """Generator: continues the texts of a batch, on all ranks together, by tokens that are chosen alike under every plan,
 and scores given texts.
 
-`Batch` is the texts as passes read them: token ids padded to one length, and the positions at which the texts begin.
-`Beams` is a beam search: the continuations of each text that are kept step by step, and the best in the end.
-"""
+`PaddedTexts` is the texts as passes read them: token ids padded to one length, and the positions at which the texts
+begin. `Beams` is a beam search: the continuations of each text that are kept step by step, and the best in the end."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, batc
 from platform.plan.layout import pad_to_multiple
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.plan import Plan
-from platform.predict.choose_schedule import build_answering_model
+from platform.predict.choose_schedule import build_generation_model
 from platform.runtime import residual
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import convert, is_absent
+from platform.runtime.conversion import convert, is_absent_block
 from platform.runtime.einsum import Deferred
 from platform.runtime.parallel_ops import ParallelOps
 from platform.runtime.pipeline import PipelineExecutor
@@ -40,43 +39,45 @@ from platform.train.stage_passes import stretches
 ROUND = 16  # shorter texts are padded to a multiple of it, so that batches of like length share their passes
 
 
-class Batch:
+class PaddedTexts:
     """Texts padded with rows to a multiple of `unit` and with tokens to one length, on the left for texts that are
     continued (`left`), so that all go on at one index. Each text has `copies` rows next to each other. `source`: the
     tokens of an encoder's row, 0 without; `most`: limit of tokens of a text that is scored; `ranks` that share each
     text, where a pass reads a `piece` of it."""
 
-    def __init__(self, texts: AskedTexts, unit: int, *, left: bool, copies: int, source: int, most: int, ranks: int):
+    def __init__(
+        self, texts: AskedTexts, unit: int, *, pads_left: bool, rows_per_text: int, source: int, most: int, ranks: int
+    ):
         """Pad texts, given as token ids, to a batch int64 [rows, tokens] that generation passes read. `unit`: number of
-        which the number of texts is made a multiple; `left`: pad in front, for texts to be continued; `copies`: rows
-        per text, for beams; `source`: tokens of an encoder's row, 0 without an encoder; `most`: limit of tokens of a
-        text to be scored; `ranks`: number of ranks that share each text."""
+        which the number of texts is made a multiple; `pads_left`: pad in front, for texts to be continued;
+        `rows_per_text`: rows per text, for beams; `source`: tokens of an encoder's row, 0 without an encoder; `most`:
+        limit of tokens of a text to be scored; `ranks`: number of ranks that share each text."""
         count = len(texts.ids)
         more = pad_to_multiple(count, unit) - count
         rows = [*texts.ids, *[[0]] * more]
         longest = max(map(len, rows))
         self.ranks, least = ranks, pad_to_multiple(PIECE, ranks)
-        self.piece = least * max(1, ranks // (len(rows) * copies))  # of which a rank has no more than alone
-        if not left:  # the last token of a text is only predicted
+        self.piece = least * max(1, ranks // (len(rows) * rows_per_text))  # of which a rank has no more than alone
+        if not pads_left:  # the last token of a text is only predicted
             self.longest = max(longest, min(pad_to_multiple(longest - 1, ROUND) + 1, most))
         else:
             unit = pad_to_multiple(ROUND, ranks) if longest <= least else least
             self.longest = longest if longest == 1 else pad_to_multiple(longest, unit)
-        self.texts, self.rows = count, len(rows) * copies
+        self.texts, self.rows = count, len(rows) * rows_per_text
         ids = torch.zeros(len(rows), self.longest, dtype=torch.int64)
         for row, text in zip(ids, rows, strict=True):
-            row.narrow(0, self.longest - len(text) if left else 0, len(text)).copy_(torch.tensor(text))
-        begins = torch.tensor([self.longest - len(text) if left else 0 for text in rows])
-        self.ids, self.begins = (t.repeat_interleave(copies, 0) for t in (ids, begins))
+            row.narrow(0, self.longest - len(text) if pads_left else 0, len(text)).copy_(torch.tensor(text))
+        begins = torch.tensor([self.longest - len(text) if pads_left else 0 for text in rows])
+        self.ids, self.begins = (t.repeat_interleave(rows_per_text, 0) for t in (ids, begins))
         numbers = [*(texts.numbers or range(count)), *[0] * more]
-        self.numbers = torch.tensor(numbers).repeat_interleave(copies, 0)
+        self.numbers = torch.tensor(numbers).repeat_interleave(rows_per_text, 0)
         self.source: Tensor | None = None
         if source:  # padded with -1; a row without a text has a single 0
             source_ids = torch.full((len(rows), source), -1)
             source_ids[:, 0] = 0
             for row, text in zip(source_ids, texts.sources, strict=False):
                 row[: len(text)] = torch.tensor(text)
-            self.source = source_ids.repeat_interleave(copies, 0)
+            self.source = source_ids.repeat_interleave(rows_per_text, 0)
 
     def build_data(self, tokens: Tensor, offset: int) -> dict[str, Tensor]:
         """Return the data tensors, by name, of a generation pass that reads `tokens` [rows, n] from `offset` on."""
@@ -86,7 +87,7 @@ class Batch:
         return tensors if self.source is None else {**tensors, "source": self.source}
 
 
-def find_candidates(logits: Tensor, rule: Choice) -> Tensor:
+def find_beam_candidates(logits: Tensor, rule: Choice) -> Tensor:
     """Return the likeliest next tokens of every beam, for a beam search over generated texts: fp64 [rows, count, 2],
     log-probability and token id, from `logits` [rows, vocab]. The count is twice the number of beams, so that enough
     remain where some of these tokens end a text."""
@@ -109,8 +110,8 @@ class Beams:
 
     def extend_beams(self, next_tokens: Tensor) -> list[int]:
         """Extend the beams of the text by one token: keep the likeliest continuations among each beam's next tokens,
-        `next_tokens` [beams, count, 2] from `find_candidates`. Return, for every kept beam, the index of the beam that
-        it continues."""
+        `next_tokens` [beams, count, 2] from `find_beam_candidates`. Return, for every kept beam, the index of the beam
+        that it continues."""
         count = next_tokens.shape[1]
         values = next_tokens[:, :, 0] + torch.tensor(self.totals, dtype=torch.float64).unsqueeze(-1)
         order = values.flatten().argsort(descending=True, stable=True)[: 2 * self._how.beams].tolist()
@@ -166,7 +167,7 @@ class RankPass:
         self._planned = pass_plan = plan_pass(plan, model, shape, self._stage)
         self._last = plan.chunks[-1].number
         parts = pass_plan.body, pass_plan.head
-        self._body, self._head = (ParallelOps(p, communicator, weights.readable_tensors, ahead=False) for p in parts)
+        self._body, self._head = (ParallelOps(p, communicator, weights.forward_tensors, ahead=False) for p in parts)
         if plan.sharded:
             residency = self._build_residency(weights, frees=plan.zero == 3)
             self._body.residency = self._head.residency = residency
@@ -186,7 +187,7 @@ class RankPass:
             buckets = [[*{id(flats[n]): flats[n] for n in span}.values()] for span in names]
             pairs = zip(names, buckets, strict=True)
             spans[c.number] = [ResidentSpan(common_name(span) if frees else "", flat) for span, flat in pairs]
-        return Residency(self._communicator, spans, frees=frees, turns=False, ahead=True)
+        return Residency(self._communicator, spans, frees_parameters=frees, keeps_last_span=False, prefetches=True)
 
     @torch.no_grad()
     def run_pass(self, rows: Rows, offset: int, cache: KeyValueCache) -> Tensor | None:
@@ -218,9 +219,9 @@ class RankPass:
         outputs = self._model.part(self._body, inputs, {**self._planned.missing, **flow}, chunk.units)
         if chunk.number == self._last:
             stream = outputs["stream"]
-            if not is_absent(stream):
+            if not is_absent_block(stream):
                 stream = convert(self._communicator, stream, self._planned.joins.forward).wait()
-            last = {"memory": None, "stream": stream if is_absent(stream) else stream[-self._shape.asked :]}
+            last = {"memory": None, "stream": stream if is_absent_block(stream) else stream[-self._shape.asked :]}
             split_logits = self._model.part(self._head, {}, last, (HEAD,))["logits"]
             whole_logits = convert(self._communicator, split_logits, self._planned.gathers.forward).wait()
             logits.append(whole_logits[..., : self._planned.head.sizes["vocab"]])
@@ -265,7 +266,7 @@ class Generator:
         stops = torch.tensor(list(ends), dtype=torch.int64)
         generated = torch.full((batch.rows, tokens), -1)
         going = torch.arange(batch.rows) < batch.texts
-        run, logits = self._read_batch(batch, cache)
+        run, logits = self._prefill_cache(batch, cache)
         for i in range(tokens):
             choice = lambda x, mine: choose_tokens(x[-1], rule, batch.numbers[mine], i)  # noqa: B023, E731
             new = self._share_numbers(run, logits, torch.zeros_like(batch.numbers), choice)
@@ -274,19 +275,19 @@ class Generator:
             if i + 1 == tokens or not going.any():
                 break
             run, logits = self._run_pass(batch, new.unsqueeze(1), batch.longest + i, cache)
-        return [_build_written(row[row >= 0], stops) for row in generated[: batch.texts]]
+        return [_build_continuation(row[row >= 0], stops) for row in generated[: batch.texts]]
 
     def _search_beams(self, texts: AskedTexts, tokens: int, rule: Choice, ends: Sequence[int]) -> list[Written]:
         """Continue each text by the best continuation that a beam search finds, with the arguments and result of
         `continue_texts`. The beams of a text are adjacent rows of the batch, on the same ranks, so that they may go on
         from each other's key-value cache."""
-        batch, cache = self._build_batch(texts, tokens, copies=rule.beams)
+        batch, cache = self._build_batch(texts, tokens, rows_per_text=rule.beams)
         rows = torch.arange(batch.rows).view(-1, rule.beams)
         beams = [Beams(rule, ends) for _ in rows]
-        run, logits = self._read_batch(batch, cache)
+        run, logits = self._prefill_cache(batch, cache)
         for i in range(tokens):
             empty = torch.zeros(batch.rows, min(2 * rule.beams, rule.vocab), 2, dtype=torch.float64)
-            next_tokens = self._share_numbers(run, logits, empty, lambda x, _: find_candidates(x[-1], rule))
+            next_tokens = self._share_numbers(run, logits, empty, lambda x, _: find_beam_candidates(x[-1], rule))
             going = [b for b in range(batch.texts) if not beams[b].done]
             for b in going:
                 first = b * rule.beams
@@ -301,7 +302,7 @@ class Generator:
     def score_texts(self, texts: AskedTexts, starts: Sequence[int]) -> list[Scored]:
         """Score texts under the model, all ranks together: return, for each, the log-probability of its tokens from
         number `starts[i]` (1 or more) to its end, in nats, and whether each of these is the likeliest at its place."""
-        batch, cache = self._build_batch(texts, 0, left=False)
+        batch, cache = self._build_batch(texts, 0, pads_left=False)
         positions = torch.arange(1, batch.longest).expand(batch.rows, -1)
         ends = torch.tensor([len(ids) for ids in texts.ids] + [0] * (batch.rows - batch.texts))
         begins = torch.tensor([*starts, *[0] * (batch.rows - batch.texts)])
@@ -321,16 +322,17 @@ class Generator:
         return [Scored(log_probability, misses == 0) for log_probability, misses in total[: batch.texts].tolist()]
 
     def _build_batch(
-        self, texts: AskedTexts, tokens: int, *, left: bool = True, copies: int = 1
-    ) -> tuple[Batch, KeyValueCache]:
+        self, texts: AskedTexts, tokens: int, *, pads_left: bool = True, rows_per_text: int = 1
+    ) -> tuple[PaddedTexts, KeyValueCache]:
         """Pad texts to a batch that generation passes of this plan can read, and return it with an empty key-value
-        cache that has room for each text and `tokens` more. `left`, `copies`: arguments of `Batch`."""
+        cache that has room for each text and `tokens` more. `pads_left`, `rows_per_text`: arguments of
+        `PaddedTexts`."""
         plan = self._plan
         ranks = generation_passes.ranks_per_text(plan, len(texts.ids), max(map(len, texts.ids)))
         unit = batch_unit(plan.scheme, plan.mesh, ranks > 1)
         sizes = {"source": self._encoder_length(texts), "most": self._config.model.length + 1, "ranks": ranks}
-        batch = Batch(texts, unit, left=left, copies=copies, **sizes)
-        return batch, KeyValueCache(generation_passes.cache_capacity(plan, batch.longest + tokens, ranks > 1))
+        batch = PaddedTexts(texts, unit, pads_left=pads_left, rows_per_text=rows_per_text, **sizes)
+        return batch, KeyValueCache(generation_passes.pad_cache_length(plan, batch.longest + tokens, ranks > 1))
 
     def _encoder_length(self, texts: AskedTexts) -> int:
         """Return the tokens of the encoder's input of these texts: as configured where positions are learned, else as
@@ -341,7 +343,7 @@ class Generator:
             return most
         return min(most, pad_to_multiple(max(map(len, texts.sources)), 16))
 
-    def _read_batch(self, batch: Batch, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
+    def _prefill_cache(self, batch: PaddedTexts, cache: KeyValueCache) -> tuple[RankPass, Tensor | None]:
         """Read a batch of texts into the key-value `cache`, pass by pass; return the last pass, with its logits."""
         *others, last = range(0, batch.longest, batch.piece)
         for first in others:
@@ -349,7 +351,7 @@ class Generator:
         return self._run_pass(batch, batch.ids[:, last:], last, cache)
 
     def _run_pass(
-        self, batch: Batch, tokens: Tensor, offset: int, cache: KeyValueCache, asked: int = 1
+        self, batch: PaddedTexts, tokens: Tensor, offset: int, cache: KeyValueCache, asked: int = 1
     ) -> tuple[RankPass, Tensor | None]:
         """Run the generation pass in which the model reads `tokens` [rows, n], behind the `offset` tokens per text that
         are in `cache`. Return the pass, and the logits [asked, rows of this rank, vocab] after the last `asked` of
@@ -360,7 +362,7 @@ class Generator:
         if any((s.batch, s.capacity) != (shape.batch, shape.capacity) or n != source for s, n in self._passes):
             self._passes.clear()
         if (run := self._passes.get((shape, source))) is None:
-            model = self._models.setdefault(source, build_answering_model(self._config, source))
+            model = self._models.setdefault(source, build_generation_model(self._config, source))
             run = RankPass(self._plan, self._communicator, self._weights, model, shape)
             self._passes[shape, source] = run
         with self._communicator.clock.time_section("forward"):
@@ -374,16 +376,16 @@ class Generator:
         if logits is not None and run.is_logits_rank:
             own_rows = run.sequence_span
             own_numbers = numbers(logits, own_rows)
-            with communicator.clock.waiting_for_device():
+            with communicator.clock.mark_waiting_for_device():
                 out[own_rows] = own_numbers.to(out)
         if world := self._plan.mesh.order_axes(self._plan.mesh.axes):
             summed = communicator.launch("all_reduce", out.to(communicator.device), world).wait()
-            with communicator.clock.waiting_for_device():
+            with communicator.clock.mark_waiting_for_device():
                 out = summed.cpu()
         return out
 
 
-def _build_written(ids: Tensor, stops: Tensor) -> Written:
+def _build_continuation(ids: Tensor, stops: Tensor) -> Written:
     """Return a text's generated token ids as its continuation, without a last one in `stops`, ids that end a text."""
     ended = bool(torch.isin(ids[-1:], stops).any())
     return Written(ids[: len(ids) - ended].tolist(), ended)

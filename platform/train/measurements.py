@@ -74,9 +74,9 @@ class Bench:
         last.synchronize()
         return first.elapsed_time(last) / 1000
 
-    def count_wrong_elements(self, right: torch.Tensor) -> None:
+    def count_false_elements(self, is_right: torch.Tensor) -> None:
         """Add the elements of a boolean tensor that are False to the doctor's count of the device's wrong results."""
-        self.found.readings["wrong"] = self.found.readings.get("wrong", 0.0) + right.logical_not().sum().item()
+        self.found.readings["wrong"] = self.found.readings.get("wrong", 0.0) + is_right.logical_not().sum().item()
 
 
 def measure_products(bench: Bench) -> None:
@@ -88,7 +88,7 @@ def measure_products(bench: Bench) -> None:
     a, s, b = signs.to(dtype).view(3, n)
     left, right, out = torch.outer(a, s), torch.outer(s, b), torch.empty(n, n, dtype=dtype, device=bench.device)
     rate = 2 * n**3 / bench.time_fastest(lambda: torch.mm(left, right, out=out))
-    bench.count_wrong_elements(out == torch.outer(a * n, b))
+    bench.count_false_elements(out == torch.outer(a * n, b))
     bench.found.readings["gemm"] = rate
     if bench.device == "cuda" and (peak := dense_bf16_peak(torch.cuda.get_device_name())):
         bench.found.readings["peak"] = rate / peak
@@ -99,7 +99,7 @@ def measure_copies(bench: Bench) -> None:
     original = torch.arange(bench.sizes.copied[bench.device] // 8, device=bench.device)
     copy = torch.empty_like(original)
     bench.found.readings["memory"] = 2 * original.nbytes / bench.time_fastest(lambda: copy.copy_(original))
-    bench.count_wrong_elements(copy == original)
+    bench.count_false_elements(copy == original)
 
 
 def note_gpu_memory(bench: Bench) -> None:
@@ -185,24 +185,24 @@ def measure_node(communicator: Communicator, sizes: Sizes) -> Findings:
 
 
 def _time_collective(
-    communicator: Communicator, op: str, create_block: Callable[[], torch.Tensor], right: torch.Tensor
+    communicator: Communicator, op: str, create_block: Callable[[], torch.Tensor], expected: torch.Tensor
 ) -> tuple[float, float]:
     """Time a collective several times, to measure a worker's connections. Return the fewest seconds, and the number of
-    wrong elements in all results. `op`: the collective; `create_block`: makes its input block; `right`: the correct
+    wrong elements in all results. `op`: the collective; `create_block`: makes its input block; `expected`: the correct
     result."""
     seconds, wrong_count = [], 0.0
     for _ in range(REPEATS + 1):  # the first is not timed
         block = create_block()
-        settle_device(communicator.device)
+        synchronize_device(communicator.device)
         begin = time.perf_counter()
         received = communicator.launch(op, block, (TOGETHER,)).wait()
-        settle_device(communicator.device)
+        synchronize_device(communicator.device)
         seconds.append(max(1e-9, time.perf_counter() - begin))
-        wrong_count += (received.view(-1) != right).sum().item()
+        wrong_count += (received.view(-1) != expected).sum().item()
     return min(seconds[1:]), wrong_count
 
 
-def settle_device(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until the worker's GPU has finished all launched work, so that it can be timed; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()

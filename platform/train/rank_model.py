@@ -14,7 +14,7 @@ from platform.optimizer.optimizers import build_optimizer, group_parameters
 from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
-from platform.runtime.matrices import FactoredSums, Matrices
+from platform.runtime.matrices import AdafactorSums, MuonMatrices
 from platform.runtime.parallel_ops import ParallelOps
 from platform.train.rank_parameters import Weights
 
@@ -54,7 +54,7 @@ def build_rank(
     # Operations: the model calls them on whole tensors, and they compute on blocks and communicate as the plan says;
     # regions of them are compiled, and computed again in the backward pass where the plan's `recompute` says so.
     model = build_model(fix_sequence_length(config, plan.sizes["length"]).model)
-    ops = ParallelOps(stage, communicator, weights.readable_tensors, config.model.dropout, compiles, overlap)
+    ops = ParallelOps(stage, communicator, weights.forward_tensors, config.model.dropout, compiles, overlap)
     ops.residency, ops.losses = weights.residency, loss_functions(config)  # ZeRO shards are gathered around a pass
     if shared:
         return shared._replace(stage=stage, model=model, ops=ops)
@@ -63,7 +63,7 @@ def build_rank(
     nothing = torch.zeros(0, device=communicator.device)  # a shard may be all padding, and none is refused
     optimizer = build_optimizer(groups or [{"params": [nothing]}], config.optimizer)
     if isinstance(optimizer, Muon):
-        optimizer.matrices = Matrices(stage, communicator, weights.buckets)
+        optimizer.matrices = MuonMatrices(stage, communicator, weights.buckets)
     if stage.factored and isinstance(optimizer, Adafactor):
-        optimizer.factors = FactoredSums(stage, communicator)
+        optimizer.factors = AdafactorSums(stage, communicator)
     return Rank(stage, communicator, weights, model, ops, optimizer)

@@ -23,7 +23,7 @@ from platform.plan.gather_order import first_reads_by_span
 from platform.plan.layout import Mesh
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import is_absent
+from platform.runtime.conversion import is_absent_block
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.parallel_ops import initialise
 from platform.runtime.residency import Residency, ResidentSpan
@@ -92,17 +92,19 @@ class Weights:
             ]
             for c in self._plan.chunks
         }
-        return Residency(communicator, spans, frees=frees, turns=self._plan.turns, ahead=self._overlap)
+        return Residency(
+            communicator, spans, frees_parameters=frees, keeps_last_span=self._plan.turns, prefetches=self._overlap
+        )
 
     @property
-    def readable_tensors(self) -> dict[str, Tensor]:
+    def forward_tensors(self) -> dict[str, Tensor]:
         """Return name -> what the forward pass reads: this rank's blocks of parameters, and its states."""
         return self.compute | self.states
 
     @property
     def own_masters(self) -> dict[str, Tensor]:
         """Return name -> master copy (block or ZeRO shard) of this rank's parameters, trained and frozen ones."""
-        return {n: w for n, w in self.master.items() if not is_absent(w)}
+        return {n: w for n, w in self.master.items() if not is_absent_block(w)}
 
     @property
     def trainable_masters(self) -> dict[str, Tensor]:
@@ -114,10 +116,11 @@ class Weights:
         """Return parameter name -> this rank's gradient, summed over the step's microbatches but not yet over ranks."""
         return {n: g for flat in self.buckets for n, g in flat.gradient_sums().items()}
 
-    def begin_step(self, early: bool = True) -> None:
-        """Begin adding up gradients over a training step's backward passes. `early`: True if completed gradients can be
-        reduced before the end of a pass; False where weight gradients have passes of their own (zero bubble)."""
-        self._early = early and self._overlap
+    def begin_step(self, reduces_early: bool = True) -> None:
+        """Begin adding up gradients over a training step's backward passes. `reduces_early`: True if completed
+        gradients can be reduced before the end of a pass; False where weight gradients have passes of their own (zero
+        bubble)."""
+        self._early = reduces_early and self._overlap
         self._left = {chunk.number for chunk in self._plan.chunks}
 
     def note_last_backward(self, chunk: int) -> None:
@@ -135,7 +138,7 @@ class Weights:
         if flat.bucket.zero >= 2:
             self._reducing.append(flat)
             while len(self._reducing) > 2:
-                self._reducing.popleft().settle_reduction()
+                self._reducing.popleft().finish_pass_reduction()
 
     def note_backward_end(self, chunk: int, is_last_pass: bool, is_complete: bool) -> None:
         """Note the end of a model chunk's backward pass, whose gradients have been added up, and start the reductions
@@ -156,7 +159,7 @@ class Weights:
                     self._reduce_bucket(flat)
                 flat.end_backward_pass()
         while self._reducing:
-            self._reducing.popleft().settle_reduction()
+            self._reducing.popleft().finish_pass_reduction()
 
     def finish_reductions(self) -> dict[str, Tensor]:
         """Wait until a training step's gradients are reduced; return them, flat, by the bucket's first parameter."""
@@ -187,15 +190,15 @@ class Weights:
         """Update the compute copies of this rank's weights from the master copies after these have changed, and free
         the gradients. All ranks call it together, as masters may be ZeRO shards that are gathered. `ahead`: True lets
         gathers run under the next forward pass, which waits for each bucket where it reads it first, if overlap is
-        allowed; any other reader of compute copies has to call `settle_gathers` before."""
+        allowed; any other reader of compute copies has to call `wait_for_gathers` before."""
         self.drop_gradients()
-        self.settle_gathers()
+        self.wait_for_gathers()
         for flat in self.buckets:
             flat.refresh_compute_copies()
         if not (ahead and self._overlap):
-            self.settle_gathers()
+            self.wait_for_gathers()
 
-    def settle_gathers(self) -> None:
+    def wait_for_gathers(self) -> None:
         """Wait for compute copies of weights that are still being gathered since the last training step (ZeRO-1, 2)."""
         for flat in self.buckets:
             if not (flat.bucket.has_sharded_weights or flat.resident):

@@ -2,7 +2,7 @@
 files that workers write for the driver.
 
 - Texts: `AskedTexts` are continued (`Written`) or scored (`Scored`).
-- Dump of a crew whose call does not go on: a `Stand` of each worker, and a table of all (`write_summary`).
+- Dump of a crew whose call does not go on: a `Stand` of each worker, and a table of all (`write_dump_summary`).
 - Part of a run's profile: written by `write_part`, read by `open_part`.
 """
 
@@ -398,7 +398,7 @@ class Stand:
     records: list[str] = field(default_factory=list)
 
 
-def stand_path(folder: Path, rank: int) -> Path:
+def dump_file_path(folder: Path, rank: int) -> Path:
     """Return the path of a rank's stand in the folder of a dump."""
     return folder / f"rank-{rank}.json"
 
@@ -412,13 +412,13 @@ def prepare_dump_folder(run_dir: Path, call: str) -> Path:
     return run_dir / DUMP / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{words}"
 
 
-def write_summary(folder: Path, names: Mapping[int, str]) -> int:
+def write_dump_summary(folder: Path, names: Mapping[int, str]) -> int:
     """Write a table of the workers' stands in a dump; return the number of them. `names`: the ranks' names."""
     rows = []
     for rank, name in sorted(names.items()):
         try:
-            raw = documents.read_bytes(stand_path(folder, rank))
-            rows.append((name, *_format_stand(schema.parse_value(Stand, documents.parse_json(raw)))))
+            raw = documents.read_bytes(dump_file_path(folder, rank))
+            rows.append((name, *_format_dump_row(schema.parse_value(Stand, documents.parse_json(raw)))))
         except (OSError, Malformed):
             rows.append((name, "", "no answer", "", ""))
     count = sum(bool(row[1]) for row in rows)
@@ -430,7 +430,7 @@ def write_summary(folder: Path, names: Mapping[int, str]) -> int:
     return count
 
 
-def _format_stand(stand: Stand) -> tuple[str, str, str, str]:
+def _format_dump_row(stand: Stand) -> tuple[str, str, str, str]:
     """Return the cells of a worker's stand: its seconds, its place, its wait, and its launches."""
     sections = " > ".join([stand.call, *stand.sections])
     wait = stand.wait
@@ -500,7 +500,7 @@ class PartHead:
 
 def build_part(trace: Mapping[str, Any], left: int, timeline: RankTimeline) -> tuple[PartHead, list[Event]]:
     """Return head and events of a rank's part of a profile, from the trace that torch's profiler exported."""
-    kept_events, cut = select_longest([e for e in trace["traceEvents"] if _is_drawn(e)])
+    kept_events, cut = select_longest([e for e in trace["traceEvents"] if _belongs_in_profile(e)])
     base = trace.get("baseTimeNanoseconds", 0) - left
     step_event = next((e for e in kept_events if e["name"] == STEP and e["cat"] == _RANGES[0]), None)
     numbers: dict[Any, int] = {step_event["tid"]: FIRST_THREAD} if step_event else {}
@@ -546,7 +546,7 @@ def nest_events(events: Iterable[Event], threads: dict[str, str]) -> Iterator[Ev
         yield event
 
 
-def _is_drawn(event: Event) -> bool:
+def _belongs_in_profile(event: Event) -> bool:
     """Return True if an event that torch's profiler exported belongs into a profile: spans and arrows of threads."""
     if event["ph"] == "X":
         return isinstance(event["pid"], int) and event["dur"] >= 0

@@ -37,10 +37,10 @@ def stretches(plan: Plan, communicator: Communicator) -> list[Stretch]:
     """Return the ranges [first, end) of a microbatch's sequences that this rank has to read from the data."""
     layouts = dict.fromkeys(layout for readers in plan.reader_layouts.values() for layout in readers.values())
     present_layouts = (layout for layout in layouts if layout.has_block(communicator.coordinates))
-    return list(dict.fromkeys(_find_stretch(plan, communicator, layout) for layout in present_layouts))
+    return list(dict.fromkeys(_find_sequence_range(plan, communicator, layout) for layout in present_layouts))
 
 
-def _find_stretch(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
+def _find_sequence_range(plan: Plan, communicator: Communicator, layout: Layout) -> Stretch:
     """Return the range [first, end) of a microbatch's sequences in this rank's block of data in this layout."""
     ((start, n),) = locate_block(("batch",), plan.sizes, layout, plan.mesh, communicator.coordinates)
     return start, start + n
@@ -61,7 +61,7 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         if not layout.has_block(communicator.coordinates):
             return torch.empty(0, dtype=torch.int64, device=communicator.device)
         # of an array, or of a pass of generation a tensor
-        sequences = rows[_find_stretch(plan, communicator, layout)][name]
+        sequences = rows[_find_sequence_range(plan, communicator, layout)][name]
         spans = plan.planner.stretches_of_rank("length", sequences.shape[1], layout, communicator.coordinates)
         parts = [sequences[:, first : first + n] for first, n in spans]
         on_host = np.concatenate(parts, 1).T if isinstance(sequences, np.ndarray) else torch.cat(parts, 1).t()
@@ -94,7 +94,7 @@ def compute_loss_divisor(plan: Plan, corpus: Corpus, first: int, end: int) -> fl
 
 def _refuse_missing_labels(corpus: Corpus, first: int, end: int) -> NoReturn:
     """Raise ConfigError for a global batch, samples [first, end), without a label that counts: a step needs one."""
-    where = f"training samples {first} to {end - 1}, of which the first is {corpus.name_sample('train', first)}"
+    where = f"training samples {first} to {end - 1}, of which the first is {corpus.describe_sample('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
 
 
@@ -106,10 +106,10 @@ class StagePasses:
     rank's stage; `pieces`: sequences that a sample of the corpus is cut into; `batch`: sequences of a microbatch of all
     replicas."""
 
-    def __init__(self, config: Config, plan: Plan, rank: Rank, corpus: Corpus):
+    def __init__(self, config: Config, plan: Plan, built_rank: Rank, corpus: Corpus):
         """Prepare the passes of a rank that was built under `plan`, the plan of one length of sequences."""
         self.config, self.plan, self.corpus = config, plan, corpus
-        self.stage, self.communicator, self._weights, self.model, self.ops, _ = rank
+        self.stage, self.communicator, self._weights, self.model, self.ops, _ = built_rank
         self.pieces, self.batch = config.model.length // plan.sizes["length"], plan.sizes["batch"]
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self._compiled: CompiledRows = {}  # for the executors of all steps
@@ -130,7 +130,7 @@ class StagePasses:
         of a global batch that ends before `end`, in the data's `split`; return its output activations or loss. `flow`:
         the activations from the previous chunk."""
         with self.communicator.clock.time_section("data"):
-            inputs = self.load_blocks(split, first, end, chunk)
+            inputs = self.load_input_blocks(split, first, end, chunk)
         residency, self.ops.label_weights = self._weights.residency, inputs.get(LABEL_WEIGHTS, {})
         self.ops.begin_pass()
         if residency:
@@ -143,7 +143,7 @@ class StagePasses:
             residency.end_forward_pass(out)
         return out
 
-    def load_blocks(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
+    def load_input_blocks(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
         """Load this rank's input blocks of the microbatch (of all replicas together) that starts at sequence `first` of
         the data's `split`. `chunk`: the model chunk whose operations read them, None for all of this stage; `end`:
         sequences from there on complete a partial batch, and are padding whose labels do not count."""

@@ -93,11 +93,11 @@ class Source:
         ranks of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
         chains, copies, readers = held.chains, held.copies, held.map_readers(self.new_rank_by_old, self.distrusted)
         if self.gathered:
-            chains, copies = self.plan_gathering(held)
+            chains, copies = self.plan_handovers(held)
             readers = {self.gathered.index(old): (new,) for old, new in self.new_rank_by_old.items()}
         return recovery.find_surviving_chains(chains, copies, readers)
 
-    def plan_gathering(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
+    def plan_handovers(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
         """Return how survivors of a failure pass parts of the state on before the mesh re-forms: the chains of blocks
         that they can read, by their index among the `gathered` ranks; and the copies that survivors without a new rank
         send to others."""
@@ -134,7 +134,7 @@ def find_source(
             more_missing = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more_missing}")
             continue
-        needed = _choose_ranks(part_keepers, survivors, held.memories, size)
+        needed = _choose_covering_ranks(part_keepers, survivors, held.memories, size)
         gathered = survivors if len(needed) > size else []
         return Source(generation, step, old, needed[:size], gathered, survivors, damaged_ranks), reasons
     return None, reasons
@@ -151,7 +151,9 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
     return replace(source, kept=kept_ranks, gathered=source.survivors, seats=list(seats)) if kept_ranks else None
 
 
-def _choose_ranks(keepers: recovery.Keepers, alive: Sequence[int], memories: Sequence[object], size: int) -> list[int]:
+def _choose_covering_ranks(
+    keepers: recovery.Keepers, alive: Sequence[int], memories: Sequence[object], size: int
+) -> list[int]:
     """Choose a few of the surviving ranks `alive` whose in-memory snapshots together are the whole training state: at
     most `size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `keepers`: a result
     of `map_keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with
@@ -193,7 +195,7 @@ def compare_replicas(trainer: Trainer, state: State, before: Snapshot | None) ->
     last update, None if there is none.
     """
     plan, communicator = trainer.plan, trainer.communicator
-    trainer.weights.settle_gathers()
+    trainer.weights.wait_for_gathers()
     own_tensors = _replica_tensors(trainer)
     sums = torch.stack([compute_checksum(x) for x in own_tensors.values()]).tolist() if own_tensors else []
     checksums = all_gather_values(communicator, dict(zip(own_tensors, sums, strict=True)))

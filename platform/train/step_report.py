@@ -14,7 +14,7 @@ from platform.plan.plan import Plan
 from platform.plan.plan_summary import BUBBLE, COMPUTING, DATA, OPTIMIZER, SNAPSHOT, STAGE, waiting_part_name
 from platform.plan.step_collectives import step_collectives
 from platform.runtime.communicator import Communicator
-from platform.runtime.parallel_ops import is_due, parameter_layers
+from platform.runtime.parallel_ops import is_due, list_parameter_layers
 from platform.train.rank_parameters import Bandwidths, compute_rank_ranges
 from platform.train.replies import GAUGES, RankRange, SlowRank, StepReport, Taken
 from platform.train.trainer import SECTIONS
@@ -23,7 +23,7 @@ PASSES = ("forward", "backward")
 OWN_WORK = ("data", *PASSES, "optimizer", "other")  # sections in which a rank does not wait for others
 
 
-def count_other_seconds(report: StepReport, seconds: float) -> None:
+def add_unaccounted_seconds(report: StepReport, seconds: float) -> None:
     """Count what a rank's whole step took beyond the trainer's part of it as `other`, as extensions may work there."""
     remainder = max(0.0, seconds - report.step_seconds)
     report.seconds["other"] += remainder
@@ -54,7 +54,7 @@ class Combiner:
         moved = {collective_label(c.op, plan.mesh.order_axes(c.axes)) for c in collectives}
         self._moved = sorted(moved)
         self._waits = sorted({key.partition("/")[2] for key in moved} - {STAGE})  # messages: in the bubble
-        self._layers, self._routed = parameter_layers(plan), 2 * plan.sizes.get("experts", 0)
+        self._layers, self._routed = list_parameter_layers(plan), 2 * plan.sizes.get("experts", 0)
         self._bandwidths = Bandwidths(plan.mesh, self._moved, self._waits, reach)
         self._gauges: Mapping[str, float] | None = None  # of rank 0, when the ranges were taken last
         self._workers: dict[str, RankRange] = {}
@@ -81,7 +81,7 @@ class Combiner:
         parts = ranks.split([*sizes, ranks.shape[1] - sum(sizes)], 1)
         memory, sections, waits, sums, gauges, routed, of_layers = parts
         total = dict(zip(self._moved, map(int, sums.sum(0).tolist()), strict=True))
-        of_gradients, of_activations = self._layer_sizes(own_report.samples, of_layers.sum(0).tolist())
+        of_gradients, of_activations = self._layer_norms(own_report.samples, of_layers.sum(0).tolist())
         if own_report.gauges != self._gauges:  # else there are no new readings
             rates = self._bandwidths.compute_bandwidths(sums, waits, sections.sum(1))
             names = [*GAUGES, *(f"bandwidth/{tier}" for tier in self._bandwidths.tiers)]
@@ -101,7 +101,7 @@ class Combiner:
             workers=self._workers,
         )
 
-    def _layer_sizes(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:
+    def _layer_norms(self, samples: tuple[int, int], squares: list[float]) -> tuple[dict[str, float], dict[str, float]]:
         """Return the norms of gradients and the root mean squares of activations in a training step, each layer ->
         number. `samples`: the step's first sample, and the next step's; `squares`: sums of squares over all ranks,
         gradients then activations, by layer; empty if none are due. Layers whose activations no rank has seen are left

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config
-from platform.config.ramps import find_step_length, list_remaining_lengths, step_sample_range
+from platform.config.ramps import find_sequence_length, list_remaining_lengths, step_sample_range
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
@@ -97,7 +97,7 @@ class Trainer:
 
     def enter_step(self, step: int) -> StagePasses:
         """Make the passes over sequences of training step `step` current, and return them; drop shorter ones."""
-        length = find_step_length(self.config, step)
+        length = find_sequence_length(self.config, step)
         self._of_lengths = {n: passes for n, passes in self._of_lengths.items() if n >= length}
         self.passes = self.passes_of_length(length)
         return self.passes
@@ -122,7 +122,7 @@ class Trainer:
         self._align_clocks()
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
-            self.weights.settle_gathers()
+            self.weights.wait_for_gathers()
             flip_bit(self.weights.own_masters if plan.zero == 3 else self.weights.compute)
         clock.entered = arm_fault(fault) if fault and fault.kind not in ("nan", "flip") else None
         passes = self.enter_step(step)
@@ -205,11 +205,11 @@ class Trainer:
         first, end = step_sample_range(self.config.train, step)
         return self.rows.row_of_step(-(-(end - first) // self.plan.sizes["batch"]))
 
-    def _run_passes(self, step: int, row: Sequence[Action], share: float, pipeline_of: PipelineOf) -> Tensor:
+    def _run_passes(self, step: int, row: Sequence[Action], loss_divisor: float, pipeline_of: PipelineOf) -> Tensor:
         """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
         accumulate this rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed
-        loss (fp64 scalar). `share`: the divisor of the global batch's loss; `pipeline_of`: constructor of the executor
-        of the row."""
+        loss (fp64 scalar). `loss_divisor`: the divisor of the global batch's loss; `pipeline_of`: constructor of the
+        executor of the row."""
         passes, ops = self.passes, self.passes.ops
         first, end = (passes.pieces * n for n in step_sample_range(self.config.train, step))
         total, batch = torch.zeros((), dtype=torch.float64, device=self.communicator.device), passes.batch
@@ -229,14 +229,14 @@ class Trainer:
                     y.register_hook(lambda _: self.weights.note_last_backward(chunk.number))
             if "loss" in out:
                 total.add_(out["loss"].detach())
-                out = {"loss": out["loss"] / (share / self._loss_factor)}
+                out = {"loss": out["loss"] / (loss_divisor / self._loss_factor)}
             return out
 
         def note_backward(action: Action, done: int | None) -> None:
             """Note in the weights that a backward action has added its gradients; `done`: the chunk it ends."""
             self.weights.note_backward_end(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
-        self.weights.begin_step(early=is_unsplit)
+        self.weights.begin_step(reduces_early=is_unsplit)
         pipeline = pipeline_of(forward, note_backward)
         pipeline.run_row(row)
         self.peak_live = pipeline.peak_live
@@ -277,7 +277,7 @@ class Trainer:
         of balanced layers are summed into `_loads`."""
         mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
         sums, routed_counts = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
-        if loads := self.plan.load_balancing_routes if counted else {}:
+        if loads := self.plan.load_dependent_routes if counted else {}:
             none = torch.zeros(2, self.plan.sizes["experts"], dtype=torch.int64, device=sums.device)
             sums = torch.cat((sums, *(self.ops.routed.get(name, none)[0] for name in loads)))
         if world := self.plan.mesh.order_axes(self.plan.mesh.axes):
@@ -307,7 +307,7 @@ class Trainer:
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on
-        for name, o in self.stage.load_balancing_routes.items():
+        for name, o in self.stage.load_dependent_routes.items():
             if states := {p.role: self.weights.states[p.name] for p in o.operation.states}:
                 update_router_states(o.operation["router"], states, self._loads[name])
         self.weights.update_averages(self.config.train.ema)
@@ -323,7 +323,7 @@ class Trainer:
         passes = self.passes_of_length(self.config.model.length)
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         for first in range(0, end, passes.batch):
-            PROGRESS.note_progress(first, end)
+            PROGRESS.note_call_progress(first, end)
             total += passes.evaluate_microbatch(self.rows.forward, split, first, end)
         loss, _ = self._sum_over_world(total, torch.zeros_like(total))
         return loss / max(1, self.corpus.predicted(split, 0, end))

@@ -33,7 +33,7 @@ from platform.checkpoint.memory_recovery import recover_state
 from platform.checkpoint.moves import World, fill_blocks, restore_checkpoint
 from platform.checkpoint.snapshots import NodeSnapshot
 from platform.config.fields import hash_values
-from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, find_optimizer_state
+from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, probe_optimizer_state
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import Communicator
@@ -90,9 +90,11 @@ class State:
         self._trainer, self._plan, self._communicator = trainer, trainer.plan, trainer.communicator
         communicator, size = trainer.communicator, trainer.plan.mesh.world_size
         all_gather = partial(all_gather_values, communicator)
-        self._world = World(communicator.rank, size, all_gather, communicator.exchange, note=PROGRESS.note_progress)
+        self._world = World(
+            communicator.rank, size, all_gather, communicator.exchange, note=PROGRESS.note_call_progress
+        )
         dtype = DTYPES[self._plan.precision][1]
-        optimizer_moments, self._numbers = find_optimizer_state(trainer.config.optimizer, dtype, communicator.device)
+        optimizer_moments, self._numbers = probe_optimizer_state(trainer.config.optimizer, dtype, communicator.device)
         optimizer_moments += SIDES if self._plan.factored else ()
         self.moments = optimizer_moments + ([AVERAGE] if trainer.config.train.ema else [])
         self.held = list_state_tensors(self._plan, self.moments)

@@ -22,7 +22,7 @@ from platform.boundary.schema import Real
 from platform.boundary.storage import open_storage
 from platform.checkpoint.catalogue import load_manifest
 from platform.checkpoint.manifest import FileReport
-from platform.checkpoint.snapshots import RankSnapshots, find_peers
+from platform.checkpoint.snapshots import RankSnapshots, find_copy_peers
 from platform.config.fields import Config, SentConfig
 from platform.data.corpus import open_run_corpus
 from platform.optimizer.optimizers import preload_imports
@@ -32,7 +32,7 @@ from platform.plan.simulate import StageRows
 from platform.predict.choose_schedule import list_process_groups
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.runtime.compilation import deterministic_kernels, may_compile, reason_uncompiled
+from platform.runtime.compilation import may_compile, reason_uncompiled, use_deterministic_kernels
 from platform.runtime.host_memory import HostMemory
 from platform.runtime.process_groups import connect_process_groups, leave_default_group, meet_ranks
 from platform.runtime.progress import PROGRESS
@@ -41,7 +41,7 @@ from platform.train.faults import Fault
 from platform.train.gauges import GAUGES
 from platform.train.generator import Generator
 from platform.train.state_recovery import Source, compare_replicas, is_divided
-from platform.train.step_report import Combiner, count_other_seconds
+from platform.train.step_report import Combiner, add_unaccounted_seconds
 from platform.train.trainer import Trainer
 from platform.train.training_state import State, all_gather_values, attempt_fill
 from platform.train.worker_records import Observed
@@ -78,7 +78,7 @@ class Worker(Observed):
             setattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction", False)
         self._order = ExitStack()
         if config.train.deterministic:
-            self._order.enter_context(deterministic_kernels(may_compile(config.train.compile, device)))
+            self._order.enter_context(use_deterministic_kernels(may_compile(config.train.compile, device)))
         preload_imports(self.config.optimizer)
 
     def join_mesh(
@@ -145,7 +145,7 @@ class Worker(Observed):
             nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
             options = {"divided": is_divided(c), "pinned": self.device == "cuda"}
             memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **options)
-            self.communicator.connect_peers(find_peers(memory.held.copies, self.rank))
+            self.communicator.connect_peers(find_copy_peers(memory.held.copies, self.rank))
             self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
         parameters = self.plan.count_parameters_of_rank(self.communicator.coordinates)
@@ -179,13 +179,13 @@ class Worker(Observed):
         `faults`: all failures to be injected in this step, on any rank."""
         assert self.communicator and self.trainer and self.combiner
         begun = time.perf_counter() - PROGRESS.seconds_in_call()
-        self._forget_generations()
+        self._drop_old_snapshots()
         self._begin_snapshot()
         own_faults = [fault for fault in faults or () if fault.rank == self.rank]
         verify_interval = self.config.train.verify_every
         verify = partial(self._compare_replicas, step) if verify_interval and step % verify_interval == 0 else None
         report = self.trainer.step(step, limit, next(iter(own_faults), None), verify)
-        self._move_timeline(report)
+        self._move_timeline_into_profile(report)
         skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
         done = skips or not report.skipped
         if (snapshot_interval := self.config.elastic.snapshot_interval) and step % snapshot_interval == 0 and done:
@@ -198,9 +198,9 @@ class Worker(Observed):
         if (memory := self.memories.get(self.generation)) and memory.complete_steps:
             report.held = memory.complete_steps[-1]
         if self.communicator.log is not None:
-            self._write_launches(self.communicator.log)
+            self._write_collective_log(self.communicator.log)
         self.communicator.confirm_uninterrupted()  # an update from interrupted collectives is not acknowledged
-        count_other_seconds(report, time.perf_counter() - begun - self.trainer.aligning)
+        add_unaccounted_seconds(report, time.perf_counter() - begun - self.trainer.aligning)
         combined = self.combiner.combine_reports(report)
         self.communicator.confirm_uninterrupted()
         return combined
@@ -239,7 +239,7 @@ class Worker(Observed):
         before = memory.find_snapshot(step - 1) if memory and step - 1 in memory.complete_steps else None
         return compare_replicas(self.trainer, self.state, before)
 
-    def _forget_generations(self) -> None:
+    def _drop_old_snapshots(self) -> None:
         """Drop the in-memory snapshots that this worker took under earlier meshes (generations), to free host memory.
         Called at the start of every training step: all ranks of this generation hold the run's state by then, so no
         rank recovers from older ones."""
@@ -260,7 +260,7 @@ class Worker(Observed):
         """Finish the in-memory snapshot begun before this training step, if any, before weights are updated."""
         assert self.trainer
         if (memory := self.memories.get(self.generation)) and memory.has_begun:
-            with self.trainer.clock.time_section("checkpoint"), self.trainer.clock.waiting_for_device():
+            with self.trainer.clock.time_section("checkpoint"), self.trainer.clock.mark_waiting_for_device():
                 memory.finish_snapshot()
 
     def take_snapshot(self, step: int) -> float:
@@ -280,8 +280,8 @@ class Worker(Observed):
         with PROGRESS.mark_waiting("gather"):
             self.communicator = communicator = HostMemory(mesh, rank, meet_ranks(mesh.world_size, store, generation))
         memory = self.memories[source.generation]
-        passed = source.plan_gathering(memory.held)[1]
-        communicator.connect_peers(find_peers(passed, rank))
+        passed = source.plan_handovers(memory.held)[1]
+        communicator.connect_peers(find_copy_peers(passed, rank))
         memory.exchange_handovers(passed, source.step, rank, communicator.transfer, source.distrusted)
 
     def recover_state(self, source: Source) -> None:

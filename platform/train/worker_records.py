@@ -20,8 +20,8 @@ from platform.boundary.documents import error_line
 from platform.boundary.local_files import replace_text
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import print_line, tolerate_write_error
-from platform.config.extensions import load_extensions
+from platform.boundary.terminal import print_line, warn_on_write_error
+from platform.config.extensions import import_user_modules
 from platform.config.fields import Config
 from platform.plan.layout import Mesh
 from platform.runtime.communicator import Communicator, Launch
@@ -51,7 +51,7 @@ class Candidate:
     def _apply_config(self, config: Config) -> None:
         """Set this worker's configuration and import the user's modules in `extend`. Raises ConfigError."""
         self.config = config
-        if mistakes := load_extensions(self.config.extend):
+        if mistakes := import_user_modules(self.config.extend):
             raise ConfigError(mistakes)
 
     def prove_environment(self, probe: str) -> replies.Proof:
@@ -154,7 +154,7 @@ class Observed(Candidate):
                 return replies.PartWritten(0, 0, 0, error_line(error))
         return replies.PartWritten(head.events, head.cut, size)
 
-    def _move_timeline(self, report: replies.StepReport) -> None:
+    def _move_timeline_into_profile(self, report: replies.StepReport) -> None:
         """Move the timeline in this rank's report on a training step into the step's profile, if there is one."""
         if self._profile:
             self._profile.timeline = report.timeline
@@ -177,7 +177,9 @@ class Observed(Candidate):
         wait = progress.waiting, progress.seconds, progress.wait
         launched = {"+".join(of): n for of, n in [*communicator.launched.items()]} if communicator else {}
         stand = replies.Stand(now, *seat, progress.call, sections, *wait, launched, [*records])
-        replace_text(replies.stand_path(folder, self.rank), json.dumps(redact_secrets(asdict(stand)), indent=1) + "\n")
+        replace_text(
+            replies.dump_file_path(folder, self.rank), json.dumps(redact_secrets(asdict(stand)), indent=1) + "\n"
+        )
 
     def _end_recording(self) -> None:
         """End the profile under way, if any."""
@@ -186,10 +188,10 @@ class Observed(Candidate):
             with suppress(RuntimeError):  # of a device that no longer works
                 profile.stop()
 
-    def _write_launches(self, log: list[Launch]) -> None:
+    def _write_collective_log(self, log: list[Launch]) -> None:
         """Append this rank's log of collectives to logs/launches-RANK.jsonl, and empty it; only warn if that fails."""
         path = self.run_dir / "logs" / f"launches-{self.rank}.jsonl"
-        with tolerate_write_error(print_line, str(path)):
+        with warn_on_write_error(print_line, str(path)):
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.writelines(json.dumps(vars(launch)) + "\n" for launch in log)

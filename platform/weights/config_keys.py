@@ -156,7 +156,7 @@ class Free(Rule):
 
 
 @dataclass(frozen=True)
-class Translated(Rule):
+class FunctionRule(Rule):
     """Rule of two functions: `reading` gives our model keys for a config.json, `writing` theirs for a model."""
 
     reading: Callable[[ConfigJson], dict[str, Any]]
@@ -172,7 +172,7 @@ class Translated(Rule):
 
 
 @dataclass(frozen=True)
-class Dropouts(Rule):
+class DropoutRule(Rule):
     """Rule that several keys are all our one model.dropout; `default`: value where one is missing."""
 
     default: float
@@ -192,7 +192,7 @@ class Dropouts(Rule):
 
 
 @dataclass(frozen=True)
-class Rotary(Rule):
+class RotaryRule(Rule):
     """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them.
     `theta`, `scaling`: defaults of the family, where a config.json says nothing of them."""
 
@@ -255,7 +255,7 @@ def _check_not_negative(name: str, value: Any) -> float:
 
 
 @dataclass(frozen=True)
-class LayerWindows(Rule):
+class LayerWindowRule(Rule):
     """Rule that some layers have a window: `layer_types`, else those from `max_window_layers` on, if
     `use_sliding_window` (Qwen), or, where a family has no such keys, every second layer from the first (GPT-OSS).
     `width`: default of sliding_window."""

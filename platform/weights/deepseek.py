@@ -13,25 +13,25 @@ from platform.weights.config_keys import (
     ConfigJson,
     Family,
     Free,
+    FunctionRule,
     Inexpressible,
     Only,
     Renamed,
-    Rotary,
+    RotaryRule,
     Rule,
     TensorRow,
-    Translated,
     Words,
     module_rows,
     read_value,
     resolve_sizes,
     special_token_defaults,
 )
-from platform.weights.llama import FUSED, LLAMA_FIXED, build_expert_rows, llama_rules
+from platform.weights.llama import FUSED, LLAMA_FIXED, build_expert_rows, build_llama_rules
 
 _WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}  # with their defaults
 
 
-def _read_widths(config_json: ConfigJson) -> dict[str, Any]:
+def _read_head_widths(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model keys for the widths of heads in a config.json. Raises Inexpressible."""
     nope, rope, value = (read_value(config_json, name, default, (int,)) for name, default in _WIDTHS.items())
     for name, derived in (("qk_head_dim", nope + rope), ("head_dim", rope)):
@@ -40,7 +40,7 @@ def _read_widths(config_json: ConfigJson) -> dict[str, Any]:
     return {"d_kv": nope + rope, "d_rope": rope, "d_value": value}
 
 
-def _write_widths(m: Model) -> dict[str, Any]:
+def _write_head_widths(m: Model) -> dict[str, Any]:
     """Return the widths of a model's heads for a config.json."""
     sizes = resolve_sizes(m)
     widths = dict(zip(_WIDTHS, (sizes["d_kv"] - m.d_rope, m.d_rope, sizes["d_value"]), strict=True))
@@ -63,7 +63,7 @@ def _yarn_magnitude(factor: float, weight: float) -> float:
 _WEIGHTS = ("mscale", "mscale_all_dim")
 
 
-def _read_positions(config_json: ConfigJson) -> dict[str, Any]:
+def _read_rotary_positions(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model keys for rotary positions in a config.json, and for YaRN's two weights: `mscale_all_dim` scales
     all scores (model.attention_scale), what remains of `mscale` the part that rotates (model.rope_magnitude). Raises
     Inexpressible."""
@@ -78,7 +78,7 @@ def _read_positions(config_json: ConfigJson) -> dict[str, Any]:
         return model_keys
     if model_keys["rope_scaling"] != "yarn":
         raise Inexpressible(f"{scaling_key}.mscale", top or all_dims_weight, "our words express it with yarn alone")
-    factor, width = model_keys["rope_factor"], _read_widths(config_json)["d_kv"]
+    factor, width = model_keys["rope_factor"], _read_head_widths(config_json)["d_kv"]
     if all_dims_weight:
         model_keys["attention_scale"] = max(width, 1) ** -0.5 * _yarn_magnitude(factor, all_dims_weight) ** 2
     if top and all_dims_weight and not model_keys["rope_magnitude"]:
@@ -86,7 +86,7 @@ def _read_positions(config_json: ConfigJson) -> dict[str, Any]:
     return model_keys
 
 
-def _write_positions(m: Model) -> dict[str, Any]:
+def _write_rotary_positions(m: Model) -> dict[str, Any]:
     """Return `rope_parameters` of a model for a config.json, with YaRN's weights if its scores are scaled."""
     parameters = dict(_POSITIONS.write_config_keys(m)["rope_parameters"])
     unit, grown = 0.1 * log(m.rope_factor), m.attention_scale * sqrt(resolve_sizes(m)["d_kv"])
@@ -98,7 +98,7 @@ def _write_positions(m: Model) -> dict[str, Any]:
     return {"rope_parameters": parameters}
 
 
-_POSITIONS = Rotary()
+_POSITIONS = RotaryRule()
 _LAYER = "model.layers.{i}"
 _ATTENTION = {
     "q_proj": "query",
@@ -140,28 +140,34 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def _build_shared_rules(llama: Sequence[Rule], experts: tuple[int, int, int], scale: float, first: int) -> list[Rule]:
+def _build_shared_rules(
+    llama: Sequence[Rule], expert_defaults: tuple[int, int, int], default_weight_scale: float, default_dense_layers: int
+) -> list[Rule]:
     """Return the rules for a config.json that DeepSeek-V2 and V3 share, with the defaults in which they differ: those
-    of `llama`; of `experts` their number, width and the number of shared ones; the `scale` of their weights; the number
-    of the `first` layers that have none."""
-    key, (number, width, shared) = "first_k_dense_replace", experts
+    of `llama`; of `expert_defaults` their number, width and the number of shared ones; the `default_weight_scale` of
+    their weights; the number of the `default_dense_layers` layers that have none."""
+    key, (number, width, shared) = "first_k_dense_replace", expert_defaults
     return [
-        *(rule for rule in llama if not isinstance(rule, Rotary)),
-        Translated(_POSITIONS.theirs, _read_positions, _write_positions),
-        Translated(" ".join((*_WIDTHS, "qk_head_dim", "head_dim")), _read_widths, _write_widths),
+        *(rule for rule in llama if not isinstance(rule, RotaryRule)),
+        FunctionRule(_POSITIONS.theirs, _read_rotary_positions, _write_rotary_positions),
+        FunctionRule(" ".join((*_WIDTHS, "qk_head_dim", "head_dim")), _read_head_widths, _write_head_widths),
         Renamed("kv_lora_rank", "kv_latent", 512),
         Renamed("q_lora_rank", "q_latent", 1536, null=0, written=lambda m: m.q_latent or None),
         Renamed("n_routed_experts num_local_experts", "experts", number),
         Renamed("moe_intermediate_size", "expert_d_ff", width),
         Renamed("n_shared_experts", "shared_experts", shared),
-        Renamed("routed_scaling_factor", "router_scale", scale),
-        Translated(key, lambda json: _read_dense_layers({key: first, **json}), lambda m: {key: len(m.dense_layers)}),
+        Renamed("routed_scaling_factor", "router_scale", default_weight_scale),
+        FunctionRule(
+            key,
+            lambda json: _read_dense_layers({key: default_dense_layers, **json}),
+            lambda m: {key: len(m.dense_layers)},
+        ),
         Only("attention_bias", (False,)),
         Only("moe_layer_freq", (1,), written=False),
     ]
 
 
-def _read_groups(config_json: ConfigJson) -> dict[str, Any]:
+def _read_router_groups(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model keys for groups of experts in a DeepSeek-V2 config.json. Raises Inexpressible."""
     method = read_value(config_json, "topk_method", "greedy", (str,))
     if method == "greedy":
@@ -172,7 +178,7 @@ def _read_groups(config_json: ConfigJson) -> dict[str, Any]:
     return {"router_groups": groups, "router_groups_kept": kept}
 
 
-def _write_groups(m: Model) -> dict[str, Any]:
+def _write_router_groups(m: Model) -> dict[str, Any]:
     """Return the keys of a DeepSeek-V2 config.json that say among which groups of experts a model chooses."""
     if m.router_groups_kept >= m.router_groups:
         return {"topk_method": "greedy", "n_group": 1, "topk_group": 1}  # as V2-Lite has it
@@ -188,9 +194,9 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     {**_FIXED, "router": "softmax", "router_normalised": False, "rope_pairs": "neighbours"},
     [
-        *_build_shared_rules(llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
+        *_build_shared_rules(build_llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
         Renamed("num_experts_per_tok", "experts_per_token"),
-        Translated("topk_method n_group topk_group", _read_groups, _write_groups),
+        FunctionRule("topk_method n_group topk_group", _read_router_groups, _write_router_groups),
         Only("scoring_func", ("softmax",), written=False),
         Only("norm_topk_prob", (False,)),
         Only("mlp_bias", (False,)),
@@ -199,7 +205,7 @@ DEEPSEEK_V2 = Family(
     **_NAMES,
 )
 
-_V3_LLAMA = llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128)
+_V3_LLAMA = build_llama_rules(129280, 18432, 4096, None, d_model=7168, layers=61, heads=128)
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",

@@ -14,7 +14,7 @@ from platform.weights.config_keys import (
     ONE_STACK,
     PLAIN,
     ConfigJson,
-    Dropouts,
+    DropoutRule,
     Family,
     Free,
     Inexpressible,
@@ -32,7 +32,7 @@ _WORDS = {**PLAIN, **{f"gated-{name}": word for name, word in GATED.items()}, "g
 
 
 @dataclass(frozen=True)
-class _FeedForward(Rule):
+class _FeedForwardRule(Rule):
     """Rule of T5's `feed_forward_proj`; in gated-gelu, gelu is its approximation."""
 
     theirs: str = "feed_forward_proj dense_act_fn is_gated_act"
@@ -62,7 +62,7 @@ class _FeedForward(Rule):
 
 
 @dataclass(frozen=True)
-class _Scaled(Rule):
+class _LogitScaleRule(Rule):
     """Rule that T5's logits are scaled by d_model^-1/2: `scale_decoder_outputs`, else if embeddings are tied. Whether
     they are, their names say."""
 
@@ -81,7 +81,7 @@ class _Scaled(Rule):
 
 
 @dataclass(frozen=True)
-class _Layers(Rule):
+class _EqualStacksRule(Rule):
     """Rule that both stacks of T5 have as many layers."""
 
     theirs: str = "num_layers num_decoder_layers"
@@ -131,14 +131,14 @@ T5 = Family(
         Renamed("d_model", "d_model", 512),
         Renamed("d_kv", "d_kv", 64),
         Renamed("d_ff", "d_ff", 2048),
-        _Layers(),
+        _EqualStacksRule(),
         Renamed("num_heads", "heads", 8),
         Renamed("relative_attention_num_buckets", "buckets", 32),
         Renamed("relative_attention_max_distance", "distance", 128),
         Renamed("layer_norm_epsilon", "norm_eps", 1e-6),
-        Dropouts("dropout_rate", 0.1),
-        _FeedForward(),
-        _Scaled(),
+        DropoutRule("dropout_rate", 0.1),
+        _FeedForwardRule(),
+        _LogitScaleRule(),
         Only("is_encoder_decoder", (True,)),
         Free(
             "n_positions",
@@ -174,7 +174,7 @@ BERT = Family(
         Renamed("type_vocab_size", "segments", 2),
         Renamed("layer_norm_eps", "norm_eps", 1e-12),
         Only("tie_word_embeddings", (True,)),
-        Dropouts("hidden_dropout_prob attention_probs_dropout_prob", 0.1),
+        DropoutRule("hidden_dropout_prob attention_probs_dropout_prob", 0.1),
         Only("is_decoder", (False,)),
         Only("add_cross_attention", (False,)),
         Only("position_embedding_type", ("absolute",), written=False),
@@ -228,7 +228,7 @@ GPT2 = Family(
         Renamed("layer_norm_epsilon", "norm_eps", 1e-5),
         Words("scale_attn_weights", "attention_scale", {True: 0.0, False: 1.0}, True),
         Renamed("tie_word_embeddings", "tied", True),
-        Dropouts("resid_pdrop embd_pdrop attn_pdrop", 0.1),
+        DropoutRule("resid_pdrop embd_pdrop attn_pdrop", 0.1),
         Only("scale_attn_by_inverse_layer_idx", (False,)),
         Only("reorder_and_upcast_attn", (False,)),
         Only("add_cross_attention", (False,)),

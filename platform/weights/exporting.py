@@ -78,35 +78,35 @@ def open_exportable(
     dtype: str = "",
     like: ConfigJson | None = None,
     vocabulary: Vocabulary | None = None,
-    fused: bool = False,
+    stacks_experts: bool = False,
 ) -> Exportable:
     """Describe the transformers model as which a checkpoint can be exported. `family`: the model family to take, "" for
     the first that expresses it; `dtype`: the element type of all tensors, "" for the checkpoint's; `like`: a
     config.json for keys that ours do not express; `vocabulary`: the checkpoint's tokenizer, with the ids of special
-    tokens; `fused`: stack the experts of a layer. Raises ConfigError with a line for each mistake."""
+    tokens; `stacks_experts`: stack the experts of a layer. Raises ConfigError with a line for each mistake."""
     model = tensor_names.parse_stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
         raise ConfigError("checkpoint", directory, f"its {SOURCE} is no config.json")
-    config = _choose_config(model, family, source, special_token_ids(vocabulary, model))
+    config = _choose_config_json(model, family, source, special_token_ids(vocabulary, model))
     chosen_family = find_family(config)
-    if fused and not chosen_family.fused:
+    if stacks_experts and not chosen_family.fused:
         raise ConfigError(f"--fused: {chosen_family.architecture} has one form of names; leave it out")
-    export = Exportable(storage, directory, manifest, model, chosen_family, config, dtype, fused)
+    export = Exportable(storage, directory, manifest, model, chosen_family, config, dtype, stacks_experts)
     refuse_all(_violations_of_weights(export))
     config["dtype"] = export.element_type(export.tensors[0])
     config.pop("torch_dtype", None)
     return export
 
 
-def _choose_config(model: Model, family: str, source: ConfigJson | None, ids: ConfigJson) -> dict[str, Any]:
+def _choose_config_json(model: Model, family: str, source: ConfigJson | None, ids: ConfigJson) -> dict[str, Any]:
     """Return the config.json of transformers for an exported model: its `source` if that still describes the model,
     else a new one with the other keys of the source, or else with the `ids` of special tokens."""
     if source is not None and (not family or source.get("model_type") == family) and _is_config_of_model(source, model):
         return dict(source)
     chosen = choose_family(model, family)
     config = tensor_names.build_config_json(model, chosen)
-    free = ids if source is None else {key: value for key, value in source.items() if _is_free(chosen, key)}
+    free = ids if source is None else {key: value for key, value in source.items() if _is_irrelevant_key(chosen, key)}
     return {**config, **{key: value for key, value in free.items() if key in config or key.endswith("_token_id")}}
 
 
@@ -118,7 +118,7 @@ def _is_config_of_model(source: ConfigJson, model: Model) -> bool:
     return False
 
 
-def _is_free(family: Family, key: str) -> bool:
+def _is_irrelevant_key(family: Family, key: str) -> bool:
     """Return True if a key of transformers' config.json does not matter to the model's numbers, or is a token's id."""
     return any(key in rule.key_names for rule in family.rules if isinstance(rule, Free)) or key.endswith("_token_id")
 
@@ -137,17 +137,17 @@ def _violations_of_weights(export: Exportable) -> Iterator[str]:
         yield f"{export.directory}: {', '.join(other_shapes)}"
 
 
-def divide_into_shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Divide exported tensors (name -> bytes), in order, into lists of names for files of at most `most` bytes, as
+def divide_into_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Divide exported tensors (name -> bytes), in order, into lists of names for files of at most `max_bytes` bytes, as
     transformers does; a larger tensor is alone in its file."""
     shards: list[list[str]] = []
     current: list[str] = []
     shard_bytes = 0
     for name, size in sizes.items():
-        if size > most:
+        if size > max_bytes:
             shards.append([name])
             continue
-        if shard_bytes + size > most:
+        if shard_bytes + size > max_bytes:
             shards.append(current)
             current, shard_bytes = [], 0
         current.append(name)
@@ -156,11 +156,11 @@ def divide_into_shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def export_model(
-    export: Exportable, folder: Storage, most: int = SHARD, more: Mapping[str, bytes] | None = None
+    export: Exportable, folder: Storage, max_file_bytes: int = SHARD, more_files: Mapping[str, bytes] | None = None
 ) -> list[str]:
     """Export a checkpoint's model into `folder` as transformers saves it, one of its tensors in memory at a time: files
-    of safetensors of at most `most` bytes, their index if there are several, and config.json; `more`: further files by
-    name, such as the tokenizer's. Return the names of all files; there are all of them, or none
+    of safetensors of at most `max_file_bytes` bytes, their index if there are several, and config.json; `more_files`:
+    further files by name, such as the tokenizer's. Return the names of all files; there are all of them, or none
     (`write_all_or_nothing`).
 
     Raises FileExistsError if one, or other weights, are there already; Refused or OSError if the checkpoint cannot be
@@ -169,10 +169,10 @@ def export_model(
     tensors = {stored.name: stored for stored in export.tensors}
     kinds = {name: export.element_type(stored) for name, stored in tensors.items()}
     sizes = {name: prod(t.shape) * DTYPES[kinds[name]].itemsize for name, t in tensors.items()}
-    shards = divide_into_shards(sizes, most)
+    shards = divide_into_shards(sizes, max_file_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = [SINGLE] if len(shards) == 1 else files
-    documents = dict(more or {})
+    documents = dict(more_files or {})
     if len(shards) > 1:
         where = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         total = {"total_parameters": sum(prod(t.shape) for t in tensors.values()), "total_size": sum(sizes.values())}

@@ -84,10 +84,10 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
             setattr(config.model, key, value)
     config.train.init, config.model.source = config.train.init or source, ""
     said = "data.tokenizer" in typed or config.data.tokenizer != "train" or config.data.kind == "synthetic"
-    return [] if said else _complete_tokenizer(config, source)
+    return [] if said else _set_tokenizer_from_source(config, source)
 
 
-def _complete_tokenizer(config: Config, source: str) -> list[str]:
+def _set_tokenizer_from_source(config: Config, source: str) -> list[str]:
     """Set data.tokenizer in place to the one beside the saved model at `source`; return a refusal line if none is, and
     one is needed: data=tokens needs none, and with data.foreign_tokenizer any does."""
     folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
@@ -224,7 +224,7 @@ def _open_checkpoint_weights(url: str, model: Model, averaged: bool) -> InitialW
     the newest good one in the storage. Raises ConfigError unless they fit `model`."""
     with refuse_failures(KEY, strip_url_secrets(url), Refused, OSError):
         lack = f"holds neither a checkpoint nor a {CONFIG}"
-        storage, name, manifest = catalogue.select_checkpoint(url, KEY, none=lack)
+        storage, name, manifest = catalogue.select_checkpoint(url, KEY, none_reason=lack)
         manifest = swap_in_averages(manifest) if averaged else manifest
     source, notes = model, []
     with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
@@ -268,7 +268,9 @@ def _extend_vocabulary(weights: InitialWeights, model: Model, source_model: Mode
         old[piece.name].append(piece)
     tables = {f"model.{n}": shape for n, (p, shape) in list_parameters(model).items() if p.dims[:1] == ("vocab",)}
     first = source_model.vocab
-    new = [piece for name, shape in tables.items() for piece in _new_rows(name, shape, first, old[name][0].dtype)]
+    new = [
+        piece for name, shape in tables.items() for piece in _iterate_added_rows(name, shape, first, old[name][0].dtype)
+    ]
 
     @cache
     def compute_mean_row(name: str) -> Tensor:
@@ -296,7 +298,7 @@ def _extend_vocabulary(weights: InitialWeights, model: Model, source_model: Mode
     return replace(weights, pieces=[*weights.pieces, *new], fetch=fetch_or_fill, notes=[*weights.notes, note])
 
 
-def _new_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
+def _iterate_added_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
     """Yield the pieces of an initial embedding table, from row `first` on, that are the rows of added tokens."""
     step = max(1, LARGEST_BLOCK // (prod(shape[1:]) * ITEMSIZE[dtype]))
     for a in range(first, shape[0], step):

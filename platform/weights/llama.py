@@ -18,14 +18,14 @@ from platform.weights.config_keys import (
     ConfigJson,
     Family,
     Free,
+    FunctionRule,
     Inexpressible,
-    LayerWindows,
+    LayerWindowRule,
     Only,
     Renamed,
-    Rotary,
+    RotaryRule,
     Rule,
     TensorRow,
-    Translated,
     Words,
     module_rows,
     read_value,
@@ -33,10 +33,10 @@ from platform.weights.config_keys import (
 )
 
 LLAMA_FIXED = {"kind": "decoder", "norm": "rmsnorm", "positions": "rope", "bias": False}
-ROTARY = Rotary()
+ROTARY = RotaryRule()
 
 
-def llama_rules(
+def build_llama_rules(
     vocab: int,
     d_ff: int,
     length: int,
@@ -100,7 +100,7 @@ def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = 
 
 
 @dataclass(frozen=True)
-class Biases(Rule):
+class BiasRule(Rule):
     """Rule of the keys that say which linear layers have biases: in attention, and elsewhere if there is a key
     `mlp_bias`; `default`: the value where one is missing."""
 
@@ -128,9 +128,9 @@ LLAMA = Family(
     "LlamaForCausalLM",
     LLAMA_FIXED,
     [
-        *llama_rules(32000, 11008, 2048, None),
+        *build_llama_rules(32000, 11008, 2048, None),
         HEAD_DIM,
-        Biases(),
+        BiasRule(),
         Free("", {"initializer_range": 0.02, **special_token_defaults(1, 2), "pretraining_tp": 1}),
     ],
     **llama_names(),
@@ -141,7 +141,7 @@ MISTRAL = Family(
     "MistralForCausalLM",
     LLAMA_FIXED,
     [
-        *llama_rules(32000, 14336, 4096 * 32, 8),
+        *build_llama_rules(32000, 14336, 4096 * 32, 8),
         HEAD_DIM,
         Renamed("sliding_window", "window", 4096, null=0, written=lambda m: m.window or None),
         Free("", {"initializer_range": 0.02, **special_token_defaults(1, 2)}),
@@ -151,9 +151,9 @@ MISTRAL = Family(
 
 _QWEN_FREE = Free("use_mrope", {"initializer_range": 0.02, **special_token_defaults(None, None)})
 
-_QWEN = llama_rules(151936, 22016, 32768, 32)
-_QWEN2_RULES = [*_QWEN, LayerWindows(), _QWEN_FREE]
-_QWEN3_RULES = [*_QWEN, Renamed("head_dim", "d_kv", 128), Biases("attention_bias"), LayerWindows(), _QWEN_FREE]
+_QWEN = build_llama_rules(151936, 22016, 32768, 32)
+_QWEN2_RULES = [*_QWEN, LayerWindowRule(), _QWEN_FREE]
+_QWEN3_RULES = [*_QWEN, Renamed("head_dim", "d_kv", 128), BiasRule("attention_bias"), LayerWindowRule(), _QWEN_FREE]
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", {**LLAMA_FIXED, "attention_bias": "qkv"}, _QWEN2_RULES, **llama_names())
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**LLAMA_FIXED, "query_key_norm": True}, _QWEN3_RULES, **llama_names())
 
@@ -207,7 +207,7 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     _DROPLESS,
     [
-        *llama_rules(32000, 14336, 4096 * 32, 8, eps=1e-5, width="expert_d_ff"),
+        *build_llama_rules(32000, 14336, 4096 * 32, 8, eps=1e-5, width="expert_d_ff"),
         HEAD_DIM,
         Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None),
         Renamed("num_local_experts", "experts", 8),
@@ -223,16 +223,16 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     {**_DROPLESS, "query_key_norm": True},
     [
-        *llama_rules(151936, 6144, 32768, 4, d_model=2048, layers=24),
+        *build_llama_rules(151936, 6144, 32768, 4, d_model=2048, layers=24),
         HEAD_DIM,
-        Biases("attention_bias"),
+        BiasRule("attention_bias"),
         Renamed("num_local_experts num_experts", "experts", 128),
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("moe_intermediate_size", "expert_d_ff", 768),
         Renamed("decoder_sparse_step", "experts_every", 1),
-        Translated("mlp_only_layers", _read_listed_dense_layers, lambda m: {"mlp_only_layers": m.dense_layers}),
+        FunctionRule("mlp_only_layers", _read_listed_dense_layers, lambda m: {"mlp_only_layers": m.dense_layers}),
         Renamed("norm_topk_prob", "router_normalised", False),
-        Translated("use_sliding_window sliding_window max_window_layers", _read_windows, _write_windows),
+        FunctionRule("use_sliding_window sliding_window max_window_layers", _read_windows, _write_windows),
         Free("", {**_FREE, **special_token_defaults(None, None)}),
     ],
     **llama_names(build_expert_rows("mlp", "gate_proj", "up_proj", "down_proj"), FUSED),
@@ -243,8 +243,8 @@ OLMOE = Family(
     "OlmoeForCausalLM",
     {**_DROPLESS, "query_key_norm": True, "query_key_norm_over": "heads"},
     [
-        *llama_rules(50304, 2048, 4096, None, d_model=2048, layers=16, heads=16, eps=1e-5, width="expert_d_ff"),
-        Biases("attention_bias"),
+        *build_llama_rules(50304, 2048, 4096, None, d_model=2048, layers=16, heads=16, eps=1e-5, width="expert_d_ff"),
+        BiasRule("attention_bias"),
         Renamed("num_experts num_local_experts", "experts", 64),
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("norm_topk_prob", "router_normalised", False),
@@ -273,7 +273,7 @@ GPT_OSS = Family(
     "GptOssForCausalLM",
     {**LLAMA_FIXED, "capacity_factor": 0.0, "attention_sinks": True, "expert_bias": True},
     [
-        *llama_rules(
+        *build_llama_rules(
             *(201088, 2880, 131072, 8),
             d_model=2880,
             layers=36,
@@ -281,11 +281,11 @@ GPT_OSS = Family(
             eps=1e-5,
             width="expert_d_ff",
             activations={"silu": "swiglu_clamped"},
-            rotary=Rotary(theta=150000.0, scaling=_YARN),
+            rotary=RotaryRule(theta=150000.0, scaling=_YARN),
         ),
         Renamed("head_dim", "d_kv", 64, null=0),
-        Biases("attention_bias", True),
-        LayerWindows("sliding_window layer_types", 128),
+        BiasRule("attention_bias", True),
+        LayerWindowRule("sliding_window layer_types", 128),
         Renamed("num_local_experts num_experts", "experts", 128),
         Renamed("num_experts_per_tok experts_per_token", "experts_per_token", 4),
         Only("swiglu_alpha", (1.702,)),

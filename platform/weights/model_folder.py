@@ -156,7 +156,7 @@ class SavedModel:
         pieces: list[Piece[Place]] = []
         for parts in stored.matrix_parts:
             if stored.turned or stored.alternate:
-                pieces += _cut_turned_matrix(parts, dtype, Place(file, begin, begin), size, stored.alternate)
+                pieces += _cut_transposed_matrix(parts, dtype, Place(file, begin, begin), size, stored.alternate)
                 begin += sum(part.rows * part.columns for part in parts) * size
                 continue
             for part in parts:
@@ -208,13 +208,13 @@ def is_saved_model(url: str) -> bool:
     return url.rstrip("/").endswith(".safetensors") or CONFIG in open_storage(url, "source").list_sizes("")
 
 
-def _cut_turned_matrix(
+def _cut_transposed_matrix(
     parts: Sequence[MatrixPart], dtype: str, begin: Place, size: int, alternate: bool
 ) -> Iterator[Piece[Place]]:
     """Yield the pieces of our parameters in a matrix of a saved model that is stored with columns first, from `begin`
     on, in elements of `size` bytes; `alternate`: a row of each in turn."""
     width, columns = sum(part.rows for part in parts), parts[0].columns
-    unit = _first_column_width(parts[0])
+    unit = _find_column_index_width(parts[0])
     step = max(1, LARGEST_BLOCK // (width * size * unit)) * unit
     for a in range(0, columns, step):
         b, row = min(columns, a + step), 0
@@ -226,20 +226,20 @@ def _cut_turned_matrix(
             row += part.rows
 
 
-def _first_column(part: MatrixPart) -> int:
+def _find_first_column_dim(part: MatrixPart) -> int:
     """Return the first dim of our parameter whose indices are columns, not rows, of its matrix in a saved model."""
     extent = part.box.extent
     return max(i for i in range(len(extent) + 1) if prod(extent[:i]) == part.rows)
 
 
-def _first_column_width(part: MatrixPart) -> int:
+def _find_column_index_width(part: MatrixPart) -> int:
     """Return the width of one index of a first column dim in a weight's saved matrix: d_kv for heads, else 1."""
-    return prod(part.box.extent[_first_column(part) + 1 :])
+    return prod(part.box.extent[_find_first_column_dim(part) + 1 :])
 
 
 def _box_of_columns(part: MatrixPart, a: int, b: int) -> Box:
     """Return the block of our parameter that is in columns [a, b), whole heads, of its matrix in a saved model."""
-    first, unit = _first_column(part), _first_column_width(part)
+    first, unit = _find_first_column_dim(part), _find_column_index_width(part)
     offset, extent = list(part.box.offset), list(part.box.extent)
     if first < len(extent):
         offset[first], extent[first] = offset[first] + a // unit, (b - a) // unit
@@ -323,7 +323,7 @@ def check_tokenizer(data: Data, vocabulary: Vocabulary | None, place: str, files
         known = ConfinedTokenizer(files[JSON])
     except Malformed:
         return
-    others, count = _count_other_ids(known, vocabulary.tokenizer)
+    others, count = _count_differing_ids(known, vocabulary.tokenizer)
     if others:
         place = strip_url_secrets(place)
         reason = f"is not that of the weights in {place}: {others} of its {count} tokens have other ids here"
@@ -331,7 +331,7 @@ def check_tokenizer(data: Data, vocabulary: Vocabulary | None, place: str, files
         raise ConfigError("data.tokenizer", strip_url_secrets(data.tokenizer), reason, legal)
 
 
-def _count_other_ids(known: ConfinedTokenizer, data_tokenizer: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
+def _count_differing_ids(known: ConfinedTokenizer, data_tokenizer: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
     """Compare a model's tokenizer (`known`) with the data's: (tokens that differ, tokens), without special ones."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}

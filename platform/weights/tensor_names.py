@@ -81,15 +81,16 @@ def list_parameters(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
     return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model_parameters}
 
 
-def list_stored_tensors(m: Model, family: Family, fused: bool = False) -> list[Stored]:
+def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) -> list[Stored]:
     """List the tensors by which transformers stores a model of a family, in its order, with stacks of experts if
-    `fused`. Each parameter is in one. Raises ConfigError, naming the parameters for which the family has none."""
+    `stacks_experts`. Each parameter is in one. Raises ConfigError, naming the parameters for which the family has
+    none."""
     tensors: list[Stored] = []
     unmatched = list_parameters(m)
     if (count := sum(shape[0] for p, shape in unmatched.values() if _is_per_expert(p))) > MOST_MATRICES:
         raise ConfigError(f"names: {count} matrices of experts are more than {MOST_MATRICES}")
     gated = any(name.endswith(".mlp.gate") for name in unmatched)
-    for name, ours, row in _expand_rows(family.fused if fused else family.rows, m.layers):
+    for name, ours, row in _expand_rows(family.fused if stacks_experts else family.rows, m.layers):
         if row.gated not in (None, gated) or not all(part in unmatched for part in ours):
             continue
         row_parameters = [unmatched.pop(part) for part in ours]

@@ -92,7 +92,7 @@ def whole_weights(c: Config) -> dict[str, Tensor]:
     return {
         n: w.detach()[tuple(map(slice, plan.global_shape(p)))]
         for p in (*plan.parameters, *plan.states)
-        for n, w in [(p.name, trainer.weights.readable_tensors[p.name])]
+        for n, w in [(p.name, trainer.weights.forward_tensors[p.name])]
     }
 
 

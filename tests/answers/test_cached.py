@@ -11,7 +11,7 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.plan.operations.attention import RememberOp
 from platform.predict.make_plan import make_plan
-from platform.train.generator import Batch
+from platform.train.generator import PaddedTexts
 from platform.train.replies import Choice
 from tests.answers.cached import logits_seen, say, some_texts, uncached, whole_weights
 from tests.harness.oracle import MODELS, configure
@@ -202,8 +202,8 @@ def test_experts_of_both_stacks_drop_none_either():
 def test_negative_control_padding_is_seen(monkeypatch):
     """If attention sees the padding in front of short texts, the oracle must fail."""
     seen = lambda batch, tokens, offset: {**data(batch, tokens, offset), "begins": torch.zeros_like(tokens)}  # noqa: E731
-    data = Batch.build_data
-    monkeypatch.setattr(Batch, "build_data", seen)
+    data = PaddedTexts.build_data
+    monkeypatch.setattr(PaddedTexts, "build_data", seen)
     with pytest.raises(AssertionError, match="logits before token 0"):
         examine(configure(**OTHERS["gpt_untied"], **SMALL))
 

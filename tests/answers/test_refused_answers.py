@@ -10,7 +10,7 @@ import stat
 
 import pytest
 
-from platform.boundary.local_files import WholeFile
+from platform.boundary.local_files import ReplacedFile
 from platform.boundary.refusals import ConfigError
 from platform.checkpoint.__main__ import main as verify
 from platform.cluster import asked_model, session
@@ -142,16 +142,16 @@ def test_a_disk_that_fills_up(tmp_path):
         assert found[0] == "first" and set(found[1:]) == {"x" * 3000}
         (disk.path / "out").unlink()
         (disk.path / "table").write_text("before")
-        table = WholeFile(str(disk.path / "table"), "--json")
+        table = ReplacedFile(str(disk.path / "table"), "--json")
         with pytest.raises(ConfigError, match="--json=.*cannot be written: No space left"):
             table.write("x" * 100_000)
         assert os.listdir(disk.path) == ["table"] and (disk.path / "table").read_text() == "before"
 
 
 def test_a_device_is_written_to(capfd):
-    WholeFile("/dev/stdout", "--json").write("{}\n")
+    ReplacedFile("/dev/stdout", "--json").write("{}\n")
     assert capfd.readouterr().out == "{}\n"
     if not stat.S_ISCHR(os.stat("/dev/full").st_mode):
         pytest.skip("/dev/full is no device here")
     with pytest.raises(ConfigError, match="--json=/dev/full: cannot be written: No space left"):
-        WholeFile("/dev/full", "--json").write("{}")
+        ReplacedFile("/dev/full", "--json").write("{}")

@@ -11,7 +11,7 @@ import torch
 from platform.cluster.asked_model import AskedModel
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
-from platform.train.generator import Batch
+from platform.train.generator import PaddedTexts
 from platform.train.replies import AskedTexts
 from platform.train.trainer import Trainer
 from platform.train.worker import Worker
@@ -87,7 +87,9 @@ def test_scores_are_those_of_one_process(how):
 def test_texts_of_like_length_share_their_passes():
     """Each new length of a pass is planned anew; none is longer than the model and the token that it predicts."""
     asked = [AskedTexts([[1] * length, [2]]) for length in range(2, 34)]
-    assert {Batch(texts, 1, left=False, copies=1, source=0, most=33, ranks=1).longest for texts in asked} == {17, 33}
+    assert {
+        PaddedTexts(texts, 1, pads_left=False, rows_per_text=1, source=0, most=33, ranks=1).longest for texts in asked
+    } == {17, 33}
 
 
 def test_negative_control_other_weights_score_otherwise(monkeypatch):

@@ -12,7 +12,7 @@ from platform.plan.layout import Layout
 from platform.plan.operation_plan import collective_label, traffic_bytes
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.rule import Conversion, relayout_steps
-from platform.predict.choose_schedule import build_answering_model
+from platform.predict.choose_schedule import build_generation_model
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import answer_bytes
 from platform.runtime import panels
@@ -86,7 +86,7 @@ def test_who_shares():
 def test_a_rank_keeps_a_part_of_a_text():
     """A text that one rank would hold alone, with a quarter of its keys and values on each of four."""
     c = configure(**{**SMALL, "length": 4096, "context": 4, "microbatch": 1, "global_batch": 4})
-    plan, model = make_plan(c), build_answering_model(c)
+    plan, model = make_plan(c), build_generation_model(c)
     alone, found = (answer_bytes(plan, model, PassShape(1, rows, 4096, shared=rows == 1), 0, "cpu") for rows in (4, 1))
     keys = 2 * c.model.layers * 4096 * c.model.d_model * 8
     assert keys < alone < 1.1 * keys and keys / 4 < found < alone / 3.5
@@ -142,11 +142,11 @@ def from_the_first(communicator, plan, given, hiding, over):
     return merged(communicator, plan._replace(keys=[[stretch._replace(first=0)]]), given, hiding, over)
 
 
-merged = panels.attend_parts
+merged = panels.attend_split_keys
 
 
 @pytest.mark.parametrize("mutant", [mean_of_parts, from_the_first])
 def test_negative_controls(mutant, monkeypatch):
-    monkeypatch.setattr(panels, "attend_parts", mutant)
+    monkeypatch.setattr(panels, "attend_split_keys", mutant)
     with pytest.raises(AssertionError, match="logits before token"):
         examine(shared(**PLANS["gather"]))

@@ -15,7 +15,7 @@ from platform.generate import main as generate
 from platform.launch import main as launch
 from platform.model import MODELS as KINDS
 from platform.model.transformer import Decoder
-from platform.predict.choose_schedule import list_process_groups, violations_of_requests
+from platform.predict.choose_schedule import list_process_groups, violations_of_text_requests
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.train.worker import Worker
@@ -152,7 +152,7 @@ def test_a_model_of_ones_own_writes_if_it_has_parts(monkeypatch):
     assert [texts for texts, _ in shown(c, 9)] == [expected] * 4
     monkeypatch.setitem(KINDS, "own", AsAWhole)
     plan = make_plan(c)
-    [line] = violations_of_requests(c, plan)
+    [line] = violations_of_text_requests(c, plan)
     assert line == "monitor.sample=9: model.kind=own generates no text; nearest legal: 0"
     c.monitor.sample = 0
-    assert not [*violations_of_requests(c, plan)]
+    assert not [*violations_of_text_requests(c, plan)]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from platform.boundary.refusals import OwnCodeError, guard_own_code
+from platform.boundary.refusals import OwnCodeError, guard_user_code
 from platform.cluster.crew.signals import Stopped
 
 
@@ -33,28 +33,28 @@ RAISED = {
 
 @pytest.mark.parametrize("text", RAISED)
 def test_whatever_is_raised_is_an_error_in_one_line(text):
-    with pytest.raises(OwnCodeError) as found, guard_own_code("mine"):
+    with pytest.raises(OwnCodeError) as found, guard_user_code("mine"):
         raise RAISED[text]
     assert str(found.value) == text
 
 
 @pytest.mark.parametrize("error", [Stopped("SIGTERM"), KeyboardInterrupt()])
 def test_a_stop_passes(error):
-    with pytest.raises(type(error)), guard_own_code("mine"):
+    with pytest.raises(type(error)), guard_user_code("mine"):
         raise error
 
 
 def test_an_interrupt_of_its_own_is_none_of_ours():
     previous = signal.signal(signal.SIGINT, lambda *_: None)  # as while a run is planned
     try:
-        with pytest.raises(OwnCodeError, match="raises KeyboardInterrupt"), guard_own_code("mine"):
+        with pytest.raises(OwnCodeError, match="raises KeyboardInterrupt"), guard_user_code("mine"):
             raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGINT, previous)
 
 
 def test_errors_that_are_named_pass_unchanged():
-    with pytest.raises(OSError, match="disk"), guard_own_code("mine", (OSError,)):
+    with pytest.raises(OSError, match="disk"), guard_user_code("mine", (OSError,)):
         raise OSError("disk")
 
 
@@ -68,7 +68,7 @@ def loop():
             {body}
         except Exception:
             pass
-with own_code.guard_own_code("extend=mine", limit=0.6):
+with own_code.guard_user_code("extend=mine", limit=0.6):
     loop()
 """
 
@@ -88,16 +88,16 @@ def test_what_never_comes_back_is_told_and_ended(body, tmp_path):
 ENDS = """
 import os, threading
 from platform.boundary import refusals as own_code
-with own_code.guard_own_code("extend=mine"):
+with own_code.guard_user_code("extend=mine"):
     if not (child := os.fork()):
         os._exit(3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3, "a fork of the user's own ends as it likes"
 try:
-    with own_code.guard_own_code("extend=mine"), own_code.guard_own_code("data.kind=mine"):
+    with own_code.guard_user_code("extend=mine"), own_code.guard_user_code("data.kind=mine"):
         os._exit(0)
 except own_code.OwnCodeError as error:
     assert str(error).endswith("raises SystemExit: os._exit(0)"), error
-with own_code.guard_own_code("extend=mine"):
+with own_code.guard_user_code("extend=mine"):
     threading.Thread(target=lambda: os._exit(7)).start()  # such as one that finds its driver gone
     threading.Event().wait(30)
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import platform
-from platform.boundary.local_files import WholeFile
+from platform.boundary.local_files import ReplacedFile
 from platform.boundary.refusals import ConfigError
 
 ROOT = Path(platform.__path__[-1])
@@ -64,7 +64,7 @@ def writers(path: Path) -> list[int]:
 def test_there_is_one_way_to_write_a_whole_file() -> None:
     writing = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if writers(path)}
     excused = {name for name in writing if name in OTHERS or name.split("/")[0] in OTHERS}
-    assert writing - excused == set(), "WholeFile writes what a user names, replace_file what a run does"
+    assert writing - excused == set(), "ReplacedFile writes what a user names, replace_file what a run does"
 
 
 def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
         device.write_text("x")
     except OSError:
         device = Path("/dev/null")  # nobody but root makes one, or may harm this one
-    WholeFile(device, "--output").write("page")
+    ReplacedFile(device, "--output").write("page")
     assert stat.S_ISCHR(device.lstat().st_mode)
 
 
@@ -82,12 +82,12 @@ def test_the_reader_of_a_pipe_gets_all_of_it(tmp_path: Path) -> None:
     pipe, texts = tmp_path / "pipe", []
     os.mkfifo(pipe)
     with pytest.raises(ConfigError, match="--output=.*pipe: cannot be written: No such device"):
-        WholeFile(pipe, "--output")  # nobody reads: it does not wait
+        ReplacedFile(pipe, "--output")  # nobody reads: it does not wait
     reader = threading.Thread(target=lambda: texts.append(pipe.read_text()))
     reader.start()
     while True:
         try:
-            file = WholeFile(pipe, "--output")
+            file = ReplacedFile(pipe, "--output")
             break
         except ConfigError:
             continue
@@ -103,7 +103,7 @@ def test_a_socket_and_a_folder_are_refused(tmp_path: Path, monkeypatch: pytest.M
         listening.bind("s")
         for name in ("s", ".", "", "none/x", "x" * 300):
             with pytest.raises(ConfigError, match="cannot be written: "):
-                WholeFile(name, "--output")
+                ReplacedFile(name, "--output")
     assert os.listdir(tmp_path) == ["s"] and stat.S_ISSOCK(os.lstat("s").st_mode)
 
 
@@ -117,7 +117,7 @@ def test_a_link_stays_and_its_target_keeps_mode_and_owner(tmp_path: Path) -> Non
     link.symlink_to("target")
     dangling.symlink_to("new")
     for path in (link, dangling):
-        WholeFile(path, "--output").write("after")
+        ReplacedFile(path, "--output").write("after")
         assert path.is_symlink() and path.read_text() == "after"
     state = target.stat()
     assert (stat.S_IMODE(state.st_mode), state.st_uid, state.st_gid) == (0o640, *owner)
@@ -126,8 +126,8 @@ def test_a_link_stays_and_its_target_keeps_mode_and_owner(tmp_path: Path) -> Non
 
 def test_own_output_is_added_to(tmp_path: Path) -> None:
     code = (
-        "from platform.boundary.local_files import WholeFile; print('first', flush=True);"
-        "WholeFile('/dev/stdout', '--json').write('{}\\n'); print('last')"
+        "from platform.boundary.local_files import ReplacedFile; print('first', flush=True);"
+        "ReplacedFile('/dev/stdout', '--json').write('{}\\n'); print('last')"
     )
     with (tmp_path / "log").open("wb") as log:
         subprocess.run([sys.executable, "-c", code], stdout=log, check=True, timeout=60)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from platform.cluster.cluster_check import format_findings, proofs_of_cluster
+from platform.cluster.cluster_check import format_findings, judge_cluster_checks
 from platform.monitor import events
 
 WORKERS = [{"rank": rank, "node": f"node{rank // 2}/ab12", "number": rank} for rank in range(4)]
@@ -22,12 +22,12 @@ FAILURE = events.Failure(
 )
 
 
-def proven(journal=JOURNAL, rows=ROWS, verified=""):
-    return {finding.what: finding.proven for finding in proofs_of_cluster(journal, rows, verified)}
+def proven(journal=JOURNAL, rows=ROWS, checkpoint_fault=""):
+    return {finding.what: finding.proven for finding in judge_cluster_checks(journal, rows, checkpoint_fault)}
 
 
 def test_all_is_proven():
-    found = proofs_of_cluster(JOURNAL, ROWS, "")
+    found = judge_cluster_checks(JOURNAL, ROWS, "")
     assert all(finding.proven for finding in found) and len(found) == 6
     text = format_findings(found)
     assert text.endswith("this cluster is ready")
@@ -45,14 +45,16 @@ def test_all_is_proven():
         ("training", {"rows": [{**row, "loss": 8.0} for row in ROWS]}),
         ("training", {"rows": [{**row, "loss": float("nan")} for row in ROWS]}),
         ("checkpoints", {"journal": [event for event in JOURNAL if not isinstance(event, events.Checkpoint)]}),
-        ("checkpoints", {"verified": "the newest cannot be read back: a hash differs"}),
+        ("checkpoints", {"checkpoint_fault": "the newest cannot be read back: a hash differs"}),
         ("no failures", {"journal": [*JOURNAL[:2], FAILURE, *JOURNAL[2:]]}),
     ],
 )
 def test_what_is_missing_is_named(missing, changed):
     found = proven(**changed)
     assert [what for what, good in found.items() if not good] == [missing]
-    told = format_findings(proofs_of_cluster(**({"journal": JOURNAL, "rows": ROWS, "verified": ""} | changed)))
+    told = format_findings(
+        judge_cluster_checks(**({"journal": JOURNAL, "rows": ROWS, "checkpoint_fault": ""} | changed))
+    )
     assert f"NOT     {missing}" in told and told.endswith("this cluster is not ready: 1 not proven")
 
 

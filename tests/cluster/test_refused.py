@@ -105,7 +105,7 @@ def test_a_storage_that_answers_slowly_is_none_that_is_dead(monkeypatch, tmp_pat
         return real(url, key)
 
     monkeypatch.setattr(origin, "open_storage", slow)
-    assert origin.open_answering_storage(str(tmp_path / "x"), "checkpoint.url").list_sizes("") == {}
+    assert origin.open_reachable_storage(str(tmp_path / "x"), "checkpoint.url").list_sizes("") == {}
     assert os.listdir(tmp_path) == []
 
 

@@ -124,7 +124,7 @@ def test_a_secret_is_not_printed_and_the_line_says_so(monkeypatch):
     typed = [QUICK, "parallel.data=1", "checkpoint.url=s3://me:hun/ter@2@bucket/x", "data.cache=/tmp/kept-very-secret"]
     typed += ["checkpoint.resume=s3://me:${oc.env:A_PASSWORD}@bucket/x/step-00000004-000001-be2e22"]
     compose_config(typed)  # registers them
-    for line in (Command(typed).line_with_values(["train.steps=2"]), Command(typed).resume_line()):
+    for line in (Command(typed).format_with_overrides(["train.steps=2"]), Command(typed).resume_line()):
         assert "hun" not in line and "ter@2" not in line and "kept-very" not in line
         assert "checkpoint.url=***" in line or "'checkpoint.url=***'" in line
         assert "me:${oc.env:A_PASSWORD}@bucket" in line, "a reference is no secret"

@@ -55,7 +55,7 @@ def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher
     monkeypatch.delenv("NO_PROGRESS")
     monkeypatch.chdir(tmp_path)
     found = Watcher()
-    monkeypatch.setattr(terminal, "_current_teller", lambda: found)
+    monkeypatch.setattr(terminal, "_current_phase_display", lambda: found)
     return found
 
 

@@ -24,7 +24,7 @@ def run(tmp_path):
         folder = tmp_path / "runs" / "mine"
         folder.mkdir(parents=True)
         journal = Journal(folder / "journal.jsonl")
-        journal.next_generation()
+        journal.begin_generation()
         for event in found:
             journal.write(event)
         journal.close()

@@ -36,7 +36,7 @@ def train(cwd: Path, *arguments: str) -> list[dict]:
 def tensors(run: Path, averaged: bool = False) -> dict[str, np.ndarray]:
     """The weights in a run's newest checkpoint."""
     storage = open_storage(str(run / "checkpoints"))
-    found = catalogue.find_newest_checkpoint(storage, deep=False, mark=False)
+    found = catalogue.find_newest_checkpoint(storage, verifies_bytes=False, quarantines=False)
     manifest = swap_in_averages(found.manifest) if averaged else found.manifest
     names = [name for name in manifest.tensors if name.startswith("model.")]
     return {name: read_tensor(storage, found.directory, manifest, name).numpy() for name in names}

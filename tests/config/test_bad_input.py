@@ -190,15 +190,15 @@ def test_variables_that_nothing_reads_may_be_anything(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "nosuch")
     monkeypatch.setenv("RAY_ADDRESS", "garbage")
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
-    assert run_rules.violations_of_surroundings(Config()) == []
+    assert run_rules.violations_of_environment(Config()) == []
     deterministic = Config(train=Train(deterministic=True))
-    assert len(run_rules.violations_of_surroundings(deterministic)) == 1
+    assert len(run_rules.violations_of_environment(deterministic)) == 1
     for algorithm in ("^nvlstree,NVLS", "Ring", "allreduce:tree;allgather:ring"):
         monkeypatch.setenv("NCCL_ALGO", algorithm)
-        assert run_rules.violations_of_surroundings(deterministic) == []
+        assert run_rules.violations_of_environment(deterministic) == []
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     deterministic.cluster.device = "cpu"
-    assert run_rules.violations_of_surroundings(deterministic) == []
+    assert run_rules.violations_of_environment(deterministic) == []
 
 
 # Tables of schedules.

@@ -6,7 +6,7 @@ import pytest
 
 from platform.config.fields import Config
 from platform.config.ramps import (
-    find_step_length,
+    find_sequence_length,
     fix_sequence_length,
     length_phases,
     list_remaining_lengths,
@@ -26,7 +26,7 @@ def ramp(*entries: str, length: int = 1024, **train: int) -> Config:
 def test_the_worked_table():
     c = ramp("0:256", "200:512", "400:1024", global_batch=8)
     at = {1: 256, 200: 256, 201: 512, 400: 512, 401: 1024, 10**9: 1024}
-    assert {step: find_step_length(c, step) for step in at} == at
+    assert {step: find_sequence_length(c, step) for step in at} == at
     assert {n: fix_sequence_length(c, n).train.global_batch for n in (256, 512, 1024)} == {256: 32, 512: 16, 1024: 8}
     assert [list_remaining_lengths(c, step) for step in (1, 200, 201, 401)] == [
         [256, 512, 1024], [256, 512, 1024], [512, 1024], [1024]
@@ -35,7 +35,7 @@ def test_the_worked_table():
 
 
 def test_without_a_ramp_all_steps_have_the_length_of_the_model():
-    assert [find_step_length(Config(), step) for step in (1, 2, 10**9)] == [Config().model.length] * 3
+    assert [find_sequence_length(Config(), step) for step in (1, 2, 10**9)] == [Config().model.length] * 3
     assert fix_sequence_length(Config(), Config().model.length) == Config() and len(length_phases(Config())) == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from platform.config import moved_imports
-from platform.config.extensions import load_extensions
+from platform.config.extensions import import_user_modules
 from tests.harness.commands import in_this_process
 
 TABLE = {
@@ -35,7 +35,7 @@ IMPORTS = {  # as a user has written it -> what is to be written
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write the user's module `mine`, which can be imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(moved_imports, "read_moved", lambda: TABLE)
+    monkeypatch.setattr(moved_imports, "read_moved_paths", lambda: TABLE)
     importlib.invalidate_caches()
     yield lambda text: (tmp_path / "mine.py").write_text(text)
     sys.modules.pop("mine", None)
@@ -44,7 +44,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("written", IMPORTS)
 def test_the_line_names_the_new_import(write, written):
     write(f"import os\n\n{written}\n")
-    [line] = load_extensions(["mine"])
+    [line] = import_user_modules(["mine"])
     module = written.split()[1].removesuffix(" as")
     assert line == f"extend=mine: mine.py:3 imports {module}, which has moved; nearest legal: {IMPORTS[written]}"
 
@@ -54,7 +54,7 @@ def test_the_line_names_the_new_import(write, written):
 )
 def test_another_error_is_told_as_it_is(write, written):
     write(written)
-    [line] = load_extensions(["mine"])
+    [line] = import_user_modules(["mine"])
     assert line.startswith("extend=mine: cannot be imported ("), line
 
 
@@ -83,7 +83,7 @@ def found(path: str) -> bool:
 
 def test_the_table_says_where_all_is():
     """What has a row is not where it was, and is where the row says."""
-    table = moved_imports.read_moved()
+    table = moved_imports.read_moved_paths()
     assert [path for path in table if found(path)] == []
     assert [path for path in table.values() if not found(path)] == []
 
@@ -92,7 +92,7 @@ def test_what_the_door_exports_is_named_there():
     """A name of a module that has moved has a row of its own if `platform.api` exports it."""
     from platform import api
 
-    table = moved_imports.read_moved()
+    table = moved_imports.read_moved_paths()
     modules = {path: now for path, now in table.items() if not now.startswith("platform.api.")}
     assert all(now.rpartition(".")[2] in api.__all__ for now in table.values() if now not in modules.values())
     for name in api.__all__:

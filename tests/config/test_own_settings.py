@@ -20,7 +20,7 @@ from platform.api import (
     register_source,
 )
 from platform.boundary.refusals import ConfigError
-from platform.config.extensions import CHOSEN, bind_settings, complete_settings, settings_key
+from platform.config.extensions import CHOSEN, bind_settings_object, complete_user_settings, settings_key
 from platform.config.fields import Config
 from platform.config.identity import run_identity, violations_of_identity
 from platform.config.validation import violations_of_configuration
@@ -92,11 +92,11 @@ def test_every_function_takes_them(registered):
     assert not lines(named, {"beta": 0.5, "times": 2, "words": ["a"], "mode": "slow", "scale": 2})
     assert lines(named, {"beta": 1.5}) == ["beta=1.5: must be >= 0 and < 1"]
     config = configured(named, {"beta": 0})
-    complete_settings(config, {})
+    complete_user_settings(config, {})
     found = config.to_dict()[named.split(".")[0]][settings_key(named).split(".")[1]]
     assert found == {"beta": 0.0, "times": 3, "words": [], "mode": "fast", "scale": None}
     assert type(found["beta"]) is float  # as a typed 0.0
-    assert bind_settings(lambda settings: settings, named, "own", {"times": 4})() == Mine(times=4)
+    assert bind_settings_object(lambda settings: settings, named, "own", {"times": 4})() == Mine(times=4)
     assert Config.from_dict(config.to_dict()) == config  # as workers get it
 
 
@@ -139,7 +139,7 @@ def test_what_the_dataclass_itself_refuses():
     expected = "optimizer.settings={'times': 13}: optimizer.kind=own raises ValueError: thirteen is unlucky"
     assert line == expected
     with pytest.raises(ConfigError, match="thirteen"):
-        bind_settings(own, "optimizer.kind", "own", {"times": 13})
+        bind_settings_object(own, "optimizer.kind", "own", {"times": 13})
 
 
 def test_what_must_be_given():
@@ -157,7 +157,7 @@ def test_a_function_without_any():
     register_optimizer("other", own, 0, settings=Mine)
     expected = "beta=1: optimizer.kind=own has no settings; nearest legal: optimizer.kind=other"
     assert lines("optimizer.kind", {"beta": 1}) == [expected]
-    assert bind_settings(own, "optimizer.kind", "own", {}) is own
+    assert bind_settings_object(own, "optimizer.kind", "own", {}) is own
 
 
 def test_settings_of_another_function_are_dropped_only_if_that_is_typed():
@@ -170,7 +170,7 @@ def test_settings_of_another_function_are_dropped_only_if_that_is_typed():
     ):
         config = configured("optimizer.kind", {"beta": 0.5})
         config.optimizer.kind = "adamw"
-        complete_settings(config, typed)
+        complete_user_settings(config, typed)
         assert config.optimizer.settings == left, typed
 
 
@@ -191,7 +191,7 @@ def test_a_source_of_a_mixture_has_its_own():
     config = Config()
     config.data.kind = "mixture"
     config.data.sources = {"a": {"kind": "own", "settings": {"times": 5}}, "b": {"kind": "own"}, "c": {"path": "x"}}
-    complete_settings(config, {})
+    complete_user_settings(config, {})
     assert [source.get("settings", {}).get("times") for source in config.data.sources.values()] == [5, 3, None]
     config.data.sources["a"]["settings"] = {"times": "many"}
     config.data.sources["c"]["settings"] = {"times": 1}

@@ -10,7 +10,7 @@ def writing(monkeypatch):
 
     def by(write):
         for kind in {type(kind) for kind in KINDS.values()}:
-            monkeypatch.setattr(kind, "write_entry", write and (lambda _, *args: write(*args)))
+            monkeypatch.setattr(kind, "write_cache_entry", write and (lambda _, *args: write(*args)))
 
     return by
 

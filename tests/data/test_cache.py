@@ -25,14 +25,14 @@ def _entry(data) -> Path:
 
 def _build_together(data, barrier, results):
     """In a process of its own: publish only when the other process has built, too."""
-    write = SourceKind.write_entry
+    write = SourceKind.write_cache_entry
 
     def slow(*args):
         description = write(*args)
         barrier.wait()
         return description
 
-    SourceKind.write_entry = slow
+    SourceKind.write_cache_entry = slow
     made = open_corpus(data, **SIZES)
     results.put((made.digest, made.batch("train", 0, 4)["labels"].tolist()))
 

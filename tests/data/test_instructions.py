@@ -212,7 +212,7 @@ def test_a_blank_answer_among_others_is_none(talks, tmp_path):
 def test_a_split_that_teaches_nothing_is_refused(talks, tmp_path, monkeypatch):
     """Whatever made its tokens."""
     corpus = open_corpus(replace(talks, validation=0.1), **SHAPE)
-    assert corpus.predicted("train", 0, 4) and corpus.name_sample("train", 0).startswith("sample ")
+    assert corpus.predicted("train", 0, 4) and corpus.describe_sample("train", 0).startswith("sample ")
     monkeypatch.setattr("platform.data.objectives.token_loss_mask", lambda stream: np.zeros(len(stream), bool))
     with pytest.raises(ConfigError) as refused:
         open_corpus(replace(talks, validation=0.1), **SHAPE)

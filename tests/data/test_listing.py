@@ -15,7 +15,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data import data_files
 from platform.data.data_checks import violations_of_sources
-from platform.data.data_files import find_files
+from platform.data.data_files import find_data_files
 
 NAMES = st.sampled_from(["a", "b", "a-b", ".h", "a.txt", "b.txt", ".h.txt", "[x]"])
 PARTS = st.sampled_from(["a", "b", "*", "**", "a*", "*.txt", ".*", "[ab]", "?.txt", "..", "a-b", "[[]x]"])
@@ -74,15 +74,15 @@ def many(tmp_path, monkeypatch):
 @pytest.mark.parametrize("pattern", ["**", "**/*.txt", "**/none*", "*/*/*", "again/again/**/x"])
 def test_a_listing_without_end_is_refused(many, pattern):
     with pytest.raises(ConfigError, match="^data.path=[^:]*: more than 200 files and folders are there; name fewer"):
-        find_files("data.path", str(many / pattern))
+        find_data_files("data.path", str(many / pattern))
 
 
 def test_a_folder_of_too_many_files_is_refused(many):
-    assert len(find_files("data.path", str(many))) == 150
+    assert len(find_data_files("data.path", str(many))) == 150
     for i in range(60):
         (many / f"more-{i}.txt").touch()
     with pytest.raises(ConfigError, match="more than 200 files and folders"):
-        find_files("data.path", str(many))
+        find_data_files("data.path", str(many))
 
 
 @pytest.fixture
@@ -120,5 +120,5 @@ def test_what_is_there_is_read_through_a_chain(tmp_path):
         archive.writestr("a.txt", "words " * 100)
     url = f"zip://a.txt::file://{tmp_path}/x.zip"
     assert violations_of_sources(Data(kind="text", path=url, validation=0.0), vocab=400) == []
-    [file] = find_files("data.path", url)
+    [file] = find_data_files("data.path", url)
     assert file.size == 600

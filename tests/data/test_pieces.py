@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from platform.config.fields import Config, Data
-from platform.config.ramps import find_step_length, step_sample_range
+from platform.config.ramps import find_sequence_length, step_sample_range
 from platform.data.corpus import Corpus, open_corpus
 from platform.data.streams import cut_samples, read_sequence_batch
 
@@ -33,7 +33,7 @@ def taken(corpus: Corpus, c: Config, steps: range) -> list[tuple[int, int]]:
     """The pairs (token, label) of training steps, in their order."""
     found = []
     for step in steps:
-        pieces = c.model.length // find_step_length(c, step)
+        pieces = c.model.length // find_sequence_length(c, step)
         first, end = step_sample_range(c.train, step)
         rows = read_sequence_batch(corpus, "train", first * pieces, end * pieces, pieces)
         found += zip(rows["tokens"].flatten().tolist(), rows["labels"].flatten().tolist(), strict=True)

@@ -11,7 +11,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.chat_templates import CHATML, ChatTemplate
 from platform.data.conversations import read_instructions
-from platform.data.data_files import find_files
+from platform.data.data_files import find_data_files
 
 LINES = int(os.environ.get("RANDOM_LINES", "500"))  # 5,000 take half a minute
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -71,7 +71,7 @@ def test_lines_are_learned_as_written_or_refused(tmp_path, template):
         record = draw_line(chance)
         path.write_text(json.dumps(record, ensure_ascii=number % 2 == 0) + "\n", encoding="utf-8")
         try:
-            files = find_files("data.path", str(path))
+            files = find_data_files("data.path", str(path))
             instructions = [instruction for _, instruction in read_instructions(files, data)]
             parts = [template.render_parts(i.messages, i.tools, i.skipped) for i in instructions]
         except ConfigError as error:

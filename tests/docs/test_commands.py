@@ -81,7 +81,7 @@ def start(config, plan, *, command, phases) -> int:
         device = find_worker_device(config, "cuda", size) if cluster.gpu or cluster.device_memory else None
         if device:
             refuse_lack_of_memory(config, plan, device, command)
-        resources.reserve_workers(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
+        resources.await_worker_places(cluster, size, lambda line: None if line.startswith("warning:") else print(line))
     print(*driver.list_start_lines(config, plan, "cpu"), f"starting {size} workers ({cluster.kind}, cpu)", sep="\n")
     if 1 < plan.num_stages <= 4:  # simulating hundreds of microbatches on many stages takes seconds
         s = build_schedule(config, plan.num_replicas)

@@ -78,7 +78,7 @@ HOW = {  # name -> where it strikes, and what
     "toil": (Trainer, "_run_forward_backward", toil),
     "lag": (StagePasses, "run_chunk", lag),
     "lag in a step": (Trainer, "_run_forward_backward", lag),
-    "lag between steps": (Worker, "_move_timeline", lambda: time.sleep(LAZY)),
+    "lag between steps": (Worker, "_move_timeline_into_profile", lambda: time.sleep(LAZY)),
     "lag before a step": (Worker, "step", lambda: time.sleep(LAZY)),
     "sleep": (Trainer, "_run_forward_backward", lambda: time.sleep(LONG)),
     "data": (Corpus, "batch", lambda: time.sleep(LONG)),

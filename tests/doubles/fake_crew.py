@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from platform.boundary.refusals import find_refusal
 from platform.checkpoint.manifest import FileReport
-from platform.cluster.crew.crew import ByRank, Crew, arguments_of_rank, call_text
+from platform.cluster.crew.crew import ByRank, Crew, arguments_of_rank, format_call
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.train.environment_proof import describe_environment
 from platform.train.replies import (
@@ -201,7 +201,7 @@ class FakeCrew(Crew):
         self.job, self.seated = job, [self.workers[n] for n in numbers]
 
     def call_ranks(self, method, *args, within=math.inf):
-        name = call_text(method, args) if method == "step" else method
+        name = format_call(method, args) if method == "step" else method
         self.calls.append((name, within))
         happens = (self._script.get(name) or [{}]).pop(0)
         if callable(happens):

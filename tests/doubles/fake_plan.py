@@ -19,6 +19,6 @@ def run_fake(config, size, worker):
     from platform.cluster import driver
     from platform.cluster.driver import drive_run
 
-    unplanned = patch.object(driver, "violations_of_requests", lambda *_: [])
+    unplanned = patch.object(driver, "violations_of_text_requests", lambda *_: [])
     with unplanned, patch("platform.cluster.resources.find_worker_device", lambda *_: None):
         return drive_run(config, fake_plan(size), experiment="quick", worker=f"tests.doubles.fake_worker:{worker}")

@@ -148,7 +148,7 @@ def listings(world: World, draw: Random) -> None:
         ]
         for name in draw.sample([*ODD_NAMES, *close], 3):
             broken(draw, Path(folder, there[2] if within else "", os.fsdecode(name)))
-        found = find_newest_checkpoint(storage, mark=draw.random() < 0.5)
+        found = find_newest_checkpoint(storage, quarantines=draw.random() < 0.5)
         assert found.directory == there[2], f"{found}"
         with suppress(OSError):
             catalogue.prune_checkpoints(storage, last=draw.randint(1, 2))

@@ -67,7 +67,7 @@ def step_on_card(c: Config, rank: int) -> None:
     reads: list[int] = []
     with alone(c, rank, reads, corpus=open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
         report = trainer.step(1)
-    loads = len(trainer.plan.load_balancing_routes) * c.model.experts if trainer.plan.scheme.lent else 0
+    loads = len(trainer.plan.load_dependent_routes) * c.model.experts if trainer.plan.scheme.lent else 0
     *rows, end = reads  # numbers of rows, where experts have as many as choose them
     once = end in (2 + loads, 2 + 2 * c.model.experts + loads)  # some ranks count what experts are chosen
     once &= len(rows) == passes_of_rows(trainer)

@@ -74,7 +74,7 @@ def manifest(world: World, draw: Random, kind: str) -> None:
         found = verify_checkpoint(world.storage, world.directory)
     except Refused as error:
         told(error)
-        assert find_newest_checkpoint(world.storage, mark=False).manifest.meta.step == 1
+        assert find_newest_checkpoint(world.storage, quarantines=False).manifest.meta.step == 1
     else:
         same(world, found)
     finally:

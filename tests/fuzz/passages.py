@@ -88,7 +88,7 @@ class InMemory:
         assert source and source.step == self.step, f"not whole in memory: {reasons}"
         source = seated(source, list(range(100, 100 + size)), size)
         if source.gathered:
-            _, handed = source.plan_gathering(self.kept[0].held)
+            _, handed = source.plan_handovers(self.kept[0].held)
 
             def pass_on(communicator: Communicator) -> None:
                 memory = self.kept[source.gathered[communicator.rank]]

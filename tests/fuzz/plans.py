@@ -21,7 +21,7 @@ from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps import find_batch_size, find_step_length, step_sample_range
+from platform.config.ramps import find_batch_size, find_sequence_length, step_sample_range
 from platform.config.validation import violations_of_configuration
 from platform.data.objectives import register_objective
 from platform.model.losses import register_loss
@@ -286,7 +286,7 @@ def answers(trainer: Trainer) -> list[float]:
 def of_step(c: Config, step: int) -> Plan:
     """Plan a configuration for a step alone: its batch, and its length of sequences."""
     train = replace(c.train, global_batch=find_batch_size(c.train, step), ramp_from=0, ramp_samples=0)
-    return make_plan(replace(c, train=train)).plan_of_length(find_step_length(c, step))
+    return make_plan(replace(c, train=train)).plan_of_length(find_sequence_length(c, step))
 
 
 def describe(c: Config) -> str:

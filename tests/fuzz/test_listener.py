@@ -39,9 +39,9 @@ CARELESS = {
         "member_token",
         lambda self, number: channel.member_token(self._key, self.session, 0),
     ),
-    "a flood is let in": (Switchboard, "_drop_oldest_stranger", lambda self: False),
+    "a flood is let in": (Switchboard, "_drop_oldest_unauthenticated", lambda self: False),
     "members may say anything": (Switchboard, "_take_message", Credulous._take_message),
-    "who is gone is kept": (Switchboard, "_lose_connection", lambda self, connection: None),
+    "who is gone is kept": (Switchboard, "_report_lost_connection", lambda self, connection: None),
     "a greeting opens any connection": (
         channel,
         "compute_proof",

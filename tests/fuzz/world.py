@@ -57,7 +57,7 @@ class World:
     def _record(self) -> None:
         journal, metrics = Journal(self.run / "journal.jsonl"), MetricsLog(self.run / "metrics.jsonl")
         journal.write(events.Starting(world_size=2, cluster="processes", device="cpu"))
-        journal.next_generation()
+        journal.begin_generation()
         journal.write(events.Formed(workers=[{"rank": 0, "node": "n", "coordinates": {"data": 0}}]))
         for step in (1, 2, 3):
             journal.write(events.Checkpoint(step=step, directory="d", bytes=9, seconds=0.25, useful_seconds=0.5))

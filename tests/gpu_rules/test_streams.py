@@ -202,7 +202,7 @@ MORE = {
 HELD = "what is sent is not written to, and the transport holds it until it is"
 IDLE = {
     "PipelineExecutor.run_row: self._sending.popleft().wait()": HELD,
-    "PipelineExecutor._send_flow: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
+    "PipelineExecutor._send_activations: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
     "Communicator._send_rank: self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()": HELD,
     "Clock.note_launch: wait()": "a time of a timeline alone is taken behind it",
     "RankSnapshots.finish_snapshot: self._begun.copied()": "for the clock: the "
@@ -270,8 +270,8 @@ TOO_EARLY = {
     "zero=1": (Residency, "_move_to_span", lambda *_: None),
     "generation, zero=1": (Residency, "_move_to_span", lambda *_: None),
     "zero=1, 2d_gather": (rank_parameters, "first_reads_by_span", lambda chunk: [set(names) for names in chunk.spans]),
-    "comparison": (Weights, "settle_gathers", lambda self: None),
-    "averages": (Weights, "settle_gathers", lambda self: None),
+    "comparison": (Weights, "wait_for_gathers", lambda self: None),
+    "averages": (Weights, "wait_for_gathers", lambda self: None),
 }
 
 

@@ -177,7 +177,7 @@ class AsOnNccl(ProcessGroups):
         done = SimpleNamespace(wait=lambda *_: True)
         return SimpleNamespace(send=lambda *_: done, recv=lambda *_: done)
 
-    def _line_between(self, sender: int, receiver: int) -> None:
+    def _find_stage_group(self, sender: int, receiver: int) -> None:
         return None
 
 

@@ -1,4 +1,4 @@
-"""A member in this process: `dial_driver` waits for its welcome, so the switchboard is polled meanwhile."""
+"""A member in this process: `connect_to_driver` waits for its welcome, so the switchboard is polled meanwhile."""
 
 import json
 import socket
@@ -6,7 +6,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 
 from platform.cluster.crew import channel
-from platform.cluster.crew.channel import Unframer, dial_driver
+from platform.cluster.crew.channel import Unframer, connect_to_driver
 
 
 def frame(payload):
@@ -16,7 +16,7 @@ def frame(payload):
 def dialled(board, number, node=""):
     """The line of a member, and what the switchboard has heard since."""
     with ThreadPoolExecutor(1) as pool:
-        line, heard = pool.submit(dial_driver, board.address, board.member_token(number), number, node), []
+        line, heard = pool.submit(connect_to_driver, board.address, board.member_token(number), number, node), []
         while not line.done():
             heard += board.poll_events(0.02)
         return line.result(), heard

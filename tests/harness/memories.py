@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from platform.checkpoint.snapshots import RankSnapshots, find_peers
+from platform.checkpoint.snapshots import RankSnapshots, find_copy_peers
 from platform.train.training_state import all_gather_values
 
 
@@ -17,7 +17,7 @@ def opened(state, nodes, communicator, shared: bool = True, divided: bool = True
         found, all_gather = all_gather, lambda value: found(value is not True and value)
     memory = RankSnapshots.open(state, nodes, communicator.rank, all_gather, divided)
     assert memory.held.shared == shared
-    communicator.connect_peers(find_peers(memory.held.copies, communicator.rank))
+    communicator.connect_peers(find_copy_peers(memory.held.copies, communicator.rank))
     return memory
 
 

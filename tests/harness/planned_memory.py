@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from platform.config.fields import Config
 from platform.plan.plan import Plan
 from platform.predict.footprint import Footprint
-from platform.predict.memory_budget import TrainingForecast, _predict_stage_answering
+from platform.predict.memory_budget import TrainingForecast, _predict_stage_while_scoring
 
 
 def predict_training(config: Config, plan: Plan) -> list[Footprint]:
@@ -19,5 +19,6 @@ def predict_training(config: Config, plan: Plan) -> list[Footprint]:
 def predict_answering(config: Config, plan: Plan, training: Sequence[Footprint]) -> list[Footprint]:
     """Return the predicted memory of one worker of every stage while tasks score the run's model (eval.tasks)."""
     return [
-        _predict_stage_answering(config, plan, stage, stage_footprint) for stage, stage_footprint in enumerate(training)
+        _predict_stage_while_scoring(config, plan, stage, stage_footprint)
+        for stage, stage_footprint in enumerate(training)
     ]

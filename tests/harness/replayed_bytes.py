@@ -15,7 +15,7 @@ from platform.plan.operations.experts import Ends
 from platform.plan.plan import Plan
 from platform.plan.scheme import Lent
 from platform.plan.step_collectives import step_collectives
-from platform.predict.tier_traffic import _count_launches, _iterate_exchanges
+from platform.predict.tier_traffic import _count_launches, _iterate_pair_traffic
 
 # Bytes of a training step by its routing: the plan's bytes, but for collectives of experts' rows.
 #
@@ -77,7 +77,7 @@ def _iterate_layer_passes(
     """Yield the passes of a layer in the microbatches of a step, from the way of its tokens to their experts."""
     (spec, _), (out_spec,), mesh = planned.operation.inputs, planned.operation.outputs, plan.mesh
     assert isinstance(spec, Spec)
-    ends, name = Ends.find_ends(plan.planner, spec, out_spec), planned.operation.name
+    ends, name = Ends.find_row_layout(plan.planner, spec, out_spec), planned.operation.name
     ranks = [r for r in range(mesh.world_size) if mesh.rank_coordinates(r)["stage"] == stage and name in routing[r]]
     seats = {rank: ends.exchange_seats(plan.planner, out_spec, rank) for rank in ranks}
     for number in range(len(routing[ranks[0]][name]) if ranks else 0):
@@ -135,7 +135,7 @@ def pair_traffic(plan: Plan) -> dict[tuple[int, int], tuple[Fraction, Fraction]]
     """Return the (messages, bytes) that each (sender, receiver) exchanges in one training step of a plan."""
     traffic: dict[tuple[int, int], tuple[Fraction, Fraction]] = {}
     for kind, (launches, size) in _count_launches(plan).items():
-        for pair, messages, share in _iterate_exchanges(plan.mesh, kind):
+        for pair, messages, share in _iterate_pair_traffic(plan.mesh, kind):
             count, before = traffic.get(pair, (Fraction(), Fraction()))
             traffic[pair] = count + messages * launches, before + share * size
     return traffic

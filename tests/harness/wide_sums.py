@@ -13,7 +13,7 @@ from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.flat_buffers import find_bucket_of_leaf
 from platform.runtime.products import local_einsum_function
-from platform.runtime.statistics import add_computed_gradient
+from platform.runtime.statistics import compute_and_add_gradient
 from platform.train.rank_parameters import DTYPES
 from tests.harness.oracle import configure, trainer_of
 
@@ -56,7 +56,7 @@ def errors(device: str, precision: str, microbatches: int) -> tuple[float, float
     for _ in range(microbatches):
         x, y = (torch.randn(TOKENS, n, generator=draw, device=device).add_(0.5) for n in (rows, columns))
         x, y = x.to(w.dtype), y.to(w.dtype)
-        add_computed_gradient(w, partial(local_einsum_function(*dims), x, y, None))
+        compute_and_add_gradient(w, partial(local_einsum_function(*dims), x, y, None))
         found[0].end_backward_pass()
         exact += x.double().t() @ y.double()
         narrow += x.t() @ y

@@ -88,7 +88,7 @@ def refused(places, composers, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "open_composer", composers)
     monkeypatch.setattr(planned_run, "open_composer", composers)
-    monkeypatch.setattr(resources, "reserve_workers", accept)
+    monkeypatch.setattr(resources, "await_worker_places", accept)
     monkeypatch.setattr(asked_model, "machine_memory", lambda: MEMORY)
 
     def lines(typed):

@@ -25,7 +25,7 @@ from platform.jobs.ray_node import (
     build_ray_environment,
     run_head,
 )
-from platform.jobs.supervisor import Supervision
+from platform.jobs.supervisor import SupervisorOptions
 from tests.harness.process_tree import gone, parents
 
 ROOT = Path(__file__).parents[2]
@@ -95,9 +95,9 @@ def test_all_of_ray_ends_with_the_node_and_its_files(node, tmp_path):
         assert not there.is_running
         there.start_ray(port=ray_node.find_free_port("127.0.0.1"))
         deadline = time.monotonic() + 30
-        while len(leftovers.find_marked_processes(there.directory)) < 2 and time.monotonic() < deadline:
+        while len(leftovers.find_processes_of_directory(there.directory)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        processes, directory = leftovers.find_marked_processes(there.directory), Path(there.directory)
+        processes, directory = leftovers.find_processes_of_directory(there.directory), Path(there.directory)
         assert there.is_running and len(processes) == 2 and directory.stat().st_mode & 0o777 == 0o700
     assert gone(processes) and not directory.exists()
 
@@ -107,20 +107,20 @@ def test_ray_outlives_a_signal_to_every_process(node):
     with RayNode(node) as there:
         there.start_ray(port=ray_node.find_free_port("127.0.0.1"))
         deadline = time.monotonic() + 30
-        while len(leftovers.find_marked_processes(there.directory)) < 2 and time.monotonic() < deadline:
+        while len(leftovers.find_processes_of_directory(there.directory)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        processes = leftovers.find_marked_processes(there.directory)
+        processes = leftovers.find_processes_of_directory(there.directory)
         for process in processes:
             os.kill(process, signal.SIGTERM)
         time.sleep(0.2)
-        assert leftovers.find_marked_processes(there.directory) == processes and there.is_running
+        assert leftovers.find_processes_of_directory(there.directory) == processes and there.is_running
     assert gone(processes)
 
 
 def test_a_head_that_never_starts_ends_the_job(node, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("FAILS", "1")
     with pytest.raises(ConfigError, match="Ray's head does not start on this node"):
-        run_head(node, Supervision(["run.dir=run"]))
+        run_head(node, SupervisorOptions(["run.dir=run"]))
     tried = calls(tmp_path)
     assert len(tried) == 3 and len({options["port"] for options, *_ in tried}) > 1  # free ones
     assert "no head today" in capfd.readouterr().err and not (node.shared / HEAD).exists()
@@ -129,7 +129,7 @@ def test_a_head_that_never_starts_ends_the_job(node, tmp_path, monkeypatch, capf
 def test_a_head_that_ends_is_started_again_and_says_where_and_why(node, tmp_path, capfd):
     node = replace(node, run_dir=tmp_path / "run")
     with RayNode(node) as there:
-        head = ray_node._Head(there, node)
+        head = ray_node._RayHead(there, node)
         head.start_head()
         first = head.prepare_environment()["RAY_ADDRESS"]
         assert json.loads((node.shared / HEAD).read_text()) == {"address": first, "run_dir": f"{tmp_path}/run"}
@@ -156,7 +156,7 @@ known = ray_node.build_ray_command
 ray_node.build_ray_command = lambda *a: [sys.executable, {ray!r}, *known(*a)[3:]]
 ray_node._AGAIN_SECONDS = 0.1
 ray_node.build_drain_command = lambda *what: [sys.executable, "-c", {drain!r}, *map(str, what)]
-sys.exit(ray_node.run_follower(ray_node.NodeOptions(Path({shared!r}), interface="lo")))
+sys.exit(ray_node.run_worker_node(ray_node.NodeOptions(Path({shared!r}), interface="lo")))
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 from platform.config.fields import Data
 from platform.data import objectives
 from platform.data.corpus import open_corpus
-from platform.data.objectives import word_of_objective
+from platform.data.objectives import objective_cache_word
 from platform.monitor import events
 from platform.monitor.events import EVENTS, JournalEvent
 from platform.plan import plan_data
@@ -106,14 +106,14 @@ def test_a_renamed_objective_has_the_same_word(rename, name):
     made = objectives.OBJECTIVES[name](shape)
     rename(type(made))
     words = {"causal": "Causal", "masked": "Masked", "pairs": "Pairs", "span_denoising": "SpanDenoising"}
-    assert word_of_objective(made) == words[name]
+    assert objective_cache_word(made) == words[name]
 
 
 def test_an_objective_of_the_user_s_own_has_its_own_name():
     class Mine(objectives.Causal):
         """Objective of this test."""
 
-    assert word_of_objective(Mine(8)) == "Mine"
+    assert objective_cache_word(Mine(8)) == "Mine"
 
 
 def test_the_blocks_of_a_stream_stay_where_they_are(tmp_path, rename):

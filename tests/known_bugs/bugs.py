@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from platform.runtime.residual import draw_in_pieces
+from platform.runtime.residual import apply_draw_in_pieces
 from tests.harness.plan_mutants import other, twice, without
 from tests.known_bugs import mutants
 from tests.known_bugs.expert_bugs import EXPERT_BUGS
@@ -122,7 +122,7 @@ BUGS = (
         mutants.masks_of_the_first_block),
     KnownBug(
         "PyTorch #190717", "the backward pass draws another mask than the forward pass", "the mask of the next element",
-        MASKS, {"draw": draw_in_pieces}, mutants.another_mask_in_the_backward_pass),
+        MASKS, {"draw": apply_draw_in_pieces}, mutants.another_mask_in_the_backward_pass),
     KnownBug(
         "torchtitan #1878, #1805", "the gradient of a split product's input stays one rank's summand",
         "no all-reduce behind the products of a layer", SCHEMES, ROWS_COLS,

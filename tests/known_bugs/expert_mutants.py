@@ -276,7 +276,7 @@ def every_expert_is_the_first_after_a_restore(restore, self, *given, **more):
     self._trainer.weights.refresh_copies()
 
 
-@mutant(CombineOp, "meter_kept_bytes")
+@mutant(CombineOp, "meter_memory")
 def memory_of_a_dense_layer(meter, self, ops, found, name, y, *more):
     """Count nothing of what experts keep but the sum of their results."""
     note = ops.note_operation

@@ -37,12 +37,12 @@ def mutant(owner: object, name: str) -> Callable[[Callable[..., object]], Mutant
     return made
 
 
-@mutant(chunked_loss, "_merge_statistics")
+@mutant(chunked_loss, "_all_reduce_loss_statistics")
 def smoothing_of_a_shard(merged, found, mine, communicator, over):
     return torch.cat((merged(found, mine, communicator, over)[:2], found[2:] * communicator.mesh.count_ranks(over)))
 
 
-@mutant(chunked_loss, "_merge_statistics")
+@mutant(chunked_loss, "_all_reduce_loss_statistics")
 def vocab_counted_by_every_rank(merged, found, mine, communicator, over):
     out = merged(found, mine, communicator, over)
     return torch.cat((out[:1] + torch.tensor(communicator.mesh.count_ranks(over)).log(), out[1:]))
@@ -171,7 +171,7 @@ def moments_dropped(restore, self, *given, **more):
                 value.zero_()
 
 
-@mutant(StagePasses, "load_blocks")
+@mutant(StagePasses, "load_input_blocks")
 def samples_by_replica(load, self, split, first, end=None, chunk=None):
     return load(self, split, first + (split == "train" and self.plan.num_replicas == 3), end, chunk)
 

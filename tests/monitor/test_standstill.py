@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from platform.monitor.journal import Live, SeenLink, SeenWorker
+from platform.monitor.journal import LiveState, SeenLink, SeenWorker
 from platform.monitor.verdict import Evidence, judge_run
 from platform.monitor.verdict.evidence import ALIVE
 from platform.runtime.progress import Activity, Wait
@@ -33,7 +33,7 @@ def workers(culprit=None, others=None, owes=None, process="", nodes=2):
 
 
 def live(workers=(), links=(), elapsed=6.0, usual=0.5, call="step(5)", **more):
-    return Live(
+    return LiveState(
         time=NOW - 1, generation=1, doing="training", step=4, usual=usual, call=call, called=NOW - 1 - elapsed,
         workers=list(workers), links=list(links), **more,
     )  # fmt: skip

@@ -10,13 +10,13 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.validation import violations_of_configuration
-from platform.optimizer.optimizers import count_state_numbers, find_matrices
+from platform.optimizer.optimizers import count_state_numbers, find_muon_matrices
 from platform.plan.step_collectives import communication, matrix_sides
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.flat_buffers import FlatBucket
-from platform.runtime.matrices import FactoredSums, Matrices
+from platform.runtime.matrices import AdafactorSums, MuonMatrices
 from platform.train.training_state import State
 from tests.harness.oracle import compare, configure, counted, prove, run, serial, trainer_of
 from tests.harness.threads import run_threads
@@ -257,7 +257,7 @@ def test_negative_control_statistics_of_a_part_alone(plan, monkeypatch):
     """Each rank takes the sums of its own part for those of the whole."""
     c = configured("adafactor", **PLANS[plan])
     expected = serial(c)
-    monkeypatch.setattr(FactoredSums, "_axes", property(lambda self: (), lambda self, axes: None), raising=False)
+    monkeypatch.setattr(AdafactorSums, "_axes", property(lambda self: (), lambda self, axes: None), raising=False)
     made, results = run(c)
     monkeypatch.undo()
     with pytest.raises(AssertionError, match="final of|replicas of"):
@@ -305,13 +305,13 @@ def test_muon_takes_the_weights_of_hidden_layers():
     c = configured("muon")
     c.train.freeze = ["layers.0.*"]
     assert all(name.startswith("layers.1.") for name in make_plan(c).matrices)
-    assert len(find_matrices(c.optimizer, make_plan(c))) == 2 * len(make_plan(c).matrices)
+    assert len(find_muon_matrices(c.optimizer, make_plan(c))) == 2 * len(make_plan(c).matrices)
 
 
 @pytest.mark.parametrize("plan", ["1d", "zero1"])
 def test_negative_control_parts_are_no_whole_matrix(plan, monkeypatch):
     """Each rank makes its own part orthogonal."""
-    monkeypatch.setattr(Matrices, "map_matrices", lambda self, function, parts: (
+    monkeypatch.setattr(MuonMatrices, "map_matrices", lambda self, function, parts: (
         (n, function(x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)).reshape(x.shape))
         for n, x in parts.items() if x.numel()))  # fmt: skip
     c = configured("muon", **PLANS[plan])

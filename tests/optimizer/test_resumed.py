@@ -34,7 +34,7 @@ def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
         assert have["loss"] == pytest.approx(want["loss"], rel=1e-9)
     found = {run: open_storage(str(tmp_path / run / "checkpoints")) for run in ("halves", "whole")}
     saved = {
-        run: (storage, catalogue.find_newest_checkpoint(storage, deep=False, mark=False))
+        run: (storage, catalogue.find_newest_checkpoint(storage, verifies_bytes=False, quarantines=False))
         for run, storage in found.items()
     }
     names = {run: set(at.manifest.tensors) for run, (_, at) in saved.items()}
@@ -54,7 +54,7 @@ def test_whole_moments_of_an_older_version_are_refused_with_a_cure(tmp_path, mon
     for optimizer in ("adafactor", "muon"):
         run = [QUICK, *fixed, f"optimizer={optimizer}", f"run.dir={optimizer}"]
         with monkeypatch.context() as older:
-            older.setattr(Parameter, "stack_dims", property(lambda p: int(p.dims[:1] == ("experts",))))
+            older.setattr(Parameter, "num_stack_dims", property(lambda p: int(p.dims[:1] == ("experts",))))
             done = in_this_process(*run, "train.stop_at=3", cwd=tmp_path)
             assert done.returncode == 0, done.stdout + done.stderr
         done = in_this_process(*run, cwd=tmp_path)

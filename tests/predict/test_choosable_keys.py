@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from platform.config.layout_rules import OPEN_KEYS
 from platform.launch import compose_config
-from platform.predict.contenders import CHOOSABLE, Contender, Space
+from platform.predict.contenders import CHOOSABLE, Contender, SearchSpace
 
 CHOICE = Contender("1d", (2,), "interleaved", 2, 2, 4, 2, 2, "whole", 1, 8, "full")
 
@@ -18,12 +18,12 @@ def test_every_key_that_may_be_left_open_is_a_part_of_a_contender():
 
 def test_a_contender_is_the_one_of_its_configuration_and_its_arguments_make_it():
     config = compose_config(["+experiment=moe_quick", "plan.search=[all]"])
-    space, unchanged = Space(config), deepcopy(config)
+    space, unchanged = SearchSpace(config), deepcopy(config)
     built = space.build_config(CHOICE)
-    assert Space(built).read_contender() == CHOICE
+    assert SearchSpace(built).read_contender() == CHOICE
     assert config == unchanged
     arguments = space.format_overrides(CHOICE)
-    assert Space(compose_config(["+experiment=moe_quick", *arguments])).read_contender() == CHOICE
+    assert SearchSpace(compose_config(["+experiment=moe_quick", *arguments])).read_contender() == CHOICE
     assert " ".join(arguments) == (
         "tensor=1d tensor.axes.t=2 pipeline=interleaved pipeline.stages=2 pipeline.chunks=2 parallel.data=4"
         " parallel.context=2 parallel.experts=2 parallel.tensor_experts=whole parallel.zero=1 train.microbatch=8"

@@ -12,7 +12,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.layout_rules import OPEN_KEYS
 from platform.launch import compose_config
 from platform.predict import contenders, remedies, search
-from platform.predict.contenders import CHOOSABLE, MODE, SKETCH, Contender, Space, choosable
+from platform.predict.contenders import CHOOSABLE, MODE, SKETCH, Contender, SearchSpace, choosable
 from platform.predict.make_plan import make_plan
 from platform.predict.search import Field, choose_plan, search_plans
 from platform.predict.step_price import read_hardware, step_price
@@ -50,7 +50,7 @@ def add_key(monkeypatch):
         OPEN_KEYS.remove(key)
 
 
-def searched(*arguments: str, memory: float = ROOMY) -> search.Standings:
+def searched(*arguments: str, memory: float = ROOMY) -> search.SearchOutcome:
     return search_plans(compose_config([*SMALL, *arguments]), 4, memory, read_hardware("h100"))
 
 
@@ -68,7 +68,7 @@ def test_each_value_is_proposed_and_priced_exactly(add_key):
 
 def test_the_sketch_knows_what_enters_by_it(add_key):
     add_key("gathered")
-    space = Space(compose_config([*SMALL, "tensor.gathered=auto"]))
+    space = SearchSpace(compose_config([*SMALL, "tensor.gathered=auto"]))
     rated, judged = Field(space, 4, ROOMY, read_hardware("h100")).rate_contenders()
     assert judged == len(rated) == 2 and rated[0].seconds < rated[1].seconds
 
@@ -76,7 +76,7 @@ def test_the_sketch_knows_what_enters_by_it(add_key):
 def test_what_the_closed_form_does_not_know_is_decided_by_the_price(add_key):
     add_key("overlap")
     config = compose_config([*SMALL, "plan.search=[parallel.overlap]"])
-    rated, _ = Field(Space(config), 4, ROOMY, read_hardware("cpu")).rate_contenders()
+    rated, _ = Field(SearchSpace(config), 4, ROOMY, read_hardware("cpu")).rate_contenders()
     assert len(rated) == 2 and rated[0].seconds == rated[1].seconds
     tried = searched("plan.search=[parallel.overlap]").tried
     assert [f.choice.overlap for f in tried] == [True, False]

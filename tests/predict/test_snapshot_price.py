@@ -15,10 +15,10 @@ from platform.predict.make_plan import make_plan
 from platform.predict.recovery_price import (
     WORKER_HOURS,
     Known,
-    OwnCosts,
+    MeasuredCosts,
     checkpoint_price,
-    count_leaving_bytes,
-    read_own_costs,
+    count_bytes_leaving_node,
+    read_measured_costs,
     settle_intervals,
     snapshot_price,
 )
@@ -67,9 +67,9 @@ def test_the_bytes_of_a_plan_are_those_that_are_sent(layout, optimizer):
     c = configure(**LAYOUTS[layout])
     c.optimizer.kind, c.train.ema = optimizer, 0.9 if layout == "stages" else 0.0
     plan = make_plan(c)
-    found = count_leaving_bytes(c, plan, 2)
+    found = count_bytes_leaving_node(c, plan, 2)
     assert found == sent(c, plan, 2) and (found > 0) == (layout != "replicas")
-    assert count_leaving_bytes(c, plan, plan.mesh.world_size) == 0, "one node has no other"
+    assert count_bytes_leaving_node(c, plan, plan.mesh.world_size) == 0, "one node has no other"
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_nobody_saves_more_often_than_a_checkpoint_is_written():
 
 
 def test_what_a_run_has_measured_counts_and_unknown_failures_are_guessed(tmp_path):
-    own = OwnCosts(step=10.0, snapshot=2.0, stall=8.0, saving=100.0)
+    own = MeasuredCosts(step=10.0, snapshot=2.0, stall=8.0, saving=100.0)
     c, plan, lines = settled(Known("cuda", read_hardware("a100_80g"), own), "elastic.mean_hours_between_failures=100")
     assert c.elastic.snapshot_interval == int((2 * 2.0 * 360_000) ** 0.5 / 10) and c.checkpoint.every == "40m"
     assert all("as measured" in line for line in lines)
     c, plan, lines = settled(UNKNOWN)
     mean = WORKER_HOURS / plan.mesh.world_size * 3600
     assert checkpoint_price(c, plan, UNKNOWN).mean == mean and "50,000 for each worker" in lines[1]
-    assert read_own_costs(tmp_path, 8) == OwnCosts(), "of no run"
+    assert read_measured_costs(tmp_path, 8) == MeasuredCosts(), "of no run"
 
 
 def test_a_run_s_own_costs_are_read_from_its_rows_and_journal(tmp_path):
@@ -167,5 +167,5 @@ def test_a_run_s_own_costs_are_read_from_its_rows_and_journal(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(json_records.plain_fields(r)) + "\n" for r in rows))
     journal = Journal(tmp_path / "journal.jsonl")
     journal.write(events.Checkpoint(step=5, directory="step-5", bytes=10, seconds=7.0))
-    assert read_own_costs(tmp_path, 2) == OwnCosts(step=1.06, snapshot=0.5, stall=0.25, saving=7.0)
-    assert read_own_costs(tmp_path, 3) == OwnCosts(saving=7.0), "on so many workers it never ran"
+    assert read_measured_costs(tmp_path, 2) == MeasuredCosts(step=1.06, snapshot=0.5, stall=0.25, saving=7.0)
+    assert read_measured_costs(tmp_path, 3) == MeasuredCosts(saving=7.0), "on so many workers it never ran"

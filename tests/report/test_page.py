@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from platform.report.__main__ import main
-from platform.report.page import content_policy, inert_json
+from platform.report.page import content_policy, script_safe_json
 from platform.report.panel_table import STATIC
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--\u2028{{}}"
@@ -103,7 +103,7 @@ def test_what_is_not_ours_is_what_its_authors_made() -> None:
 
 def test_numbers_that_json_lacks_never_reach_a_page() -> None:
     with pytest.raises(ValueError):
-        inert_json({"x": float("nan")})
+        script_safe_json({"x": float("nan")})
 
 
 def test_command_line(evil: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from platform.monitor.metrics import Columns, MetricsLog, MetricsRow
+from platform.monitor.metrics import MetricColumns, MetricsLog, MetricsRow
 from platform.report.panel_table import STATIC, all_panels, matches_metric, panel_table
 from platform.train.replies import GAUGES
 
@@ -56,7 +56,7 @@ def test_every_panel_is_fed_and_every_metric_is_shown(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write_row(full_row())
     log.close()
-    columns = Columns(log.path)
+    columns = MetricColumns(log.path)
     columns.read_rows_and_count_kept()
     logged = set(columns.column_names)
     shown = {name: [p["title"] for p in all_panels() if matches_metric(metrics_of(p), name)] for name in logged}

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.identity import find_default_directory, run_identity, violations_of_identity
-from platform.plan.model_types import AUTO, KERNELS, MATH, AttentionTraits, choose_kernel, reason_against_kernel
+from platform.plan.model_types import AUTO, KERNELS, MATH, AttentionTraits, reason_against_kernel, resolve_auto_kernel
 from platform.plan.plan_data import plan_digest, plan_summary
 from platform.plan.plan_summary import describe
-from platform.plan.step_collectives import attention_traits, find_fused_attentions, settle_kernels
+from platform.plan.step_collectives import attention_traits, find_fused_attentions, resolve_auto_kernels
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.compilation import reason_kernel_fails, select_attention_kernel
@@ -160,14 +160,15 @@ def test_auto_is_what_torch_chooses(device):
         with Seen() as mode:
             assert legal_in_torch(AUTO, device, t)
         (kernel,) = (name for name in mode.kernels if "backward" not in name)
-        assert kernel == choose_kernel(AUTO, device, t), t
+        assert kernel == resolve_auto_kernel(AUTO, device, t), t
 
 
 def test_what_auto_becomes_on_each_device():
     c = configure(**MODELS["t5"], precision="bf16", d_model=64, dropout=0.1, fused_dropout=True)
     plan = make_plan(c)
     kernels = {
-        d: {o.operation["kernel"] for o in find_fused_attentions(settle_kernels(plan, d, 0.1))} for d in ("cpu", "cuda")
+        d: {o.operation["kernel"] for o in find_fused_attentions(resolve_auto_kernels(plan, d, 0.1))}
+        for d in ("cpu", "cuda")
     }
     assert kernels == {"cpu": {MATH}, "cuda": {"efficient"}}
     assert {o.operation["kernel"] for o in find_fused_attentions(plan)} == {AUTO}

@@ -12,7 +12,7 @@ from tests.harness.oracle import MODELS, configure, trainer_of
 def eager_and_compiled(c, plan, communicator):
     """Difference of the loss, the gradients that differ, and whether the compiled pass counted the same bytes."""
     trainer = trainer_of(c, plan, communicator)
-    inputs = trainer.passes.load_blocks("train", 0)
+    inputs = trainer.passes.load_input_blocks("train", 0)
 
     def loss_and_gradients(forward):
         communicator.moved.clear()

@@ -20,7 +20,7 @@ from platform.launch import compose_config
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
-from platform.runtime.compilation import deterministic_kernels
+from platform.runtime.compilation import use_deterministic_kernels
 from platform.runtime.process_groups import Messages
 from platform.train.worker import Worker
 from tests.harness.card import alone
@@ -62,7 +62,7 @@ def late(config: Config, plan: Plan, communicator: Communicator) -> Result:
 
     for name in ("_start_collective", "_start_send", "_start_receive"):
         setattr(communicator, name, delayed(getattr(communicator, name)))
-    with deterministic_kernels(compiles=False):
+    with use_deterministic_kernels(compiles=False):
         return compute(config, plan, communicator)
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_read_before_it_is_written():
     for more in ({}, {"data": 2, "zero": 3}, {"tensor": "1d", "axes": {"t": 2}, **MODELS["t5"], "kind": "encoder"}):
         c = configure(**{**COMMON, "layers": 1, "microbatch": 2, **more})
         plain = bits(run(c)[1])
-        with deterministic_kernels(compiles=False):
+        with use_deterministic_kernels(compiles=False):
             settings.fill_uninitialized_memory = True
             assert torch.empty(1).isnan()
             assert bits(run(c)[1]) == plain

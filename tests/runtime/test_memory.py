@@ -170,7 +170,7 @@ def test_a_rank_reads_as_many_integers_as_the_plan_says(scheme, axes, model):
     planned = {key: o.token_count for key, o in plan.operations.items() if o.operation.reads}
 
     def read(communicator):
-        inputs = trainer_of(c, plan, communicator).passes.load_blocks("train", 0)
+        inputs = trainer_of(c, plan, communicator).passes.load_input_blocks("train", 0)
         return {key: block.numel() for blocks in inputs.values() for key, block in blocks.items()}
 
     found = [read(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, read)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from platform.status.__main__ import status_data
-from platform.status.seen_run import look_into_run
+from platform.status.seen_run import read_run_contents
 from tests.testbed.ranks import ROOT
 
 PATIENCE = 100.0  # seconds until a run has begun
@@ -154,7 +154,7 @@ class Sick:
 
     def look(self) -> dict[str, Any]:
         """Return how the run is, as data, and note whom it accuses wrongly."""
-        found = status_data(look_into_run(self.run_dir))
+        found = status_data(read_run_contents(self.run_dir))
         said, rank = found["verdict"] or {}, self.ailment.rank
         if (rank is not None and said.get("rank") not in (None, rank)) or said.get("why") == "link":
             self.wrong.append(said["line"])

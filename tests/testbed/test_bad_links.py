@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from platform.status.__main__ import status_data
-from platform.status.seen_run import look_into_run
+from platform.status.seen_run import read_run_contents
 from tests.testbed.ailments import NAMED, PATIENCE, ROOT, SECONDS, TINY, by_command
 from tests.testbed.links import Links, why_not
 
@@ -59,7 +59,7 @@ class Spread:
         deadline, found = time.monotonic() + 2 * NAMED, {}
         while time.monotonic() < deadline and words not in ((found.get("verdict") or {}).get("line", "")):
             time.sleep(0.5)
-            found = status_data(look_into_run(self.run_dir))
+            found = status_data(read_run_contents(self.run_dir))
         return found
 
 
@@ -80,7 +80,7 @@ STRIKES = {  # how -> what is done, words of the verdict
 @pytest.mark.parametrize("how", STRIKES)
 def test_the_link_is_named(spread: Spread, how: str):
     strike, words = STRIKES[how]
-    assert status_data(look_into_run(spread.run_dir))["verdict"] is None
+    assert status_data(read_run_contents(spread.run_dir))["verdict"] is None
     strike(spread.links)
     found = spread.verdict(words)
     assert found["verdict"] and words in found["verdict"]["line"], f"{found}\n{spread.log.read_text()[-2000:]}"
@@ -89,5 +89,5 @@ def test_the_link_is_named(spread: Spread, how: str):
     assert words in again["verdict"]["line"] and seconds < SECONDS
     for _ in range(STEADY if how == "a slow link" else 0):  # which lasts
         time.sleep(1.0)
-        again = status_data(look_into_run(spread.run_dir))
+        again = status_data(read_run_contents(spread.run_dir))
         assert f"of node{STRUCK} is slow" in again["verdict"]["line"], again

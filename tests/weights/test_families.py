@@ -64,7 +64,7 @@ def our_logits(trainer: Any) -> torch.Tensor:
     trainer.ops.position = PassPosition(training=False)
     found = []
     for first in range(0, trainer.config.train.global_batch, trainer.plan.sizes["batch"]):
-        inputs = {n: v for n, v in trainer.passes.load_blocks("train", first).items() if n != "labels"}
+        inputs = {n: v for n, v in trainer.passes.load_input_blocks("train", first).items() if n != "labels"}
         with torch.no_grad():
             out = trainer.passes.model.part(trainer.ops, inputs, {}, trainer.passes.model.units)
         found.append(out["logits"].transpose(0, 1))  # whole, in one process
@@ -180,7 +180,7 @@ def test_gradients_are_equal(tmp_path, name):
     assert trainer.step(1, verify=keep).loss == pytest.approx(loss.item(), rel=1e-10)
     theirs = dict(model.named_parameters())
     family = find_family(json.loads((folder / "config.json").read_text()))
-    tensors = list_stored_tensors(c.model, family, fused=bool(family.fused))  # as transformers computes them
+    tensors = list_stored_tensors(c.model, family, stacks_experts=bool(family.fused))  # as transformers computes them
     biases = [t for t in tensors if t.name.endswith("e_score_correction_bias")]  # of the choice, without a gradient
     tensors = [t for t in tensors if t not in biases]
     assert len(tensors) == len({id(p) for p in theirs.values()})
@@ -202,7 +202,8 @@ def test_a_round_trip_is_equal_in_every_byte(tmp_path, name, fused):
         some = manifest if keeps else replace(manifest, meta=replace(manifest.meta, values={}))
         family = "" if keeps else open_importable(str(folder), "source").saved.config["model_type"]
         export_model(
-            open_exportable(storage, directory, some, family, fused=fused), LocalStorage(tmp_path / f"ours{number}")
+            open_exportable(storage, directory, some, family, stacks_experts=fused),
+            LocalStorage(tmp_path / f"ours{number}"),
         )
         there, here = (
             {f.name: f.read_bytes() for f in path.iterdir()} for path in (folder, tmp_path / f"ours{number}")

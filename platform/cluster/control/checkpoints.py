@@ -106,7 +106,7 @@ class Checkpoints:
         self._useful: float | None = None  # useful seconds, for the next event of the save under way
         if self._leased and selection:
             # again, under the lease: an older driver could save and delete
-            self._origin = find_resume_checkpoint(config, held=True)
+            self._origin = find_resume_checkpoint(config, holds_lease=True)
         self.step = self._origin.step if self._origin else 0
 
     def is_save_due(self, step: int, last: bool, stopping: bool) -> bool:
@@ -156,14 +156,14 @@ class Checkpoints:
         """Return the step of the save under way and when that began, monotonic; None if there is none."""
         return (self._saving, self._began) if self._saver.is_saving else None
 
-    def lacks_last_step(self, last: int) -> bool:
+    def is_last_step_unsaved(self, last: int) -> bool:
         """Return True if the state after `last`, the run's last step, was to be saved and no checkpoint holds it."""
         return self.step < last and self.is_save_due(last, last=True, stopping=False)
 
     def find_newest_fault(self) -> str:
         """Read back every byte of the run's newest checkpoint; return why that fails, "" if it does not."""
         try:
-            newest = find_newest_checkpoint(self._storage, deep=False, mark=False).directory
+            newest = find_newest_checkpoint(self._storage, verifies_bytes=False, quarantines=False).directory
             if newest:
                 catalogue.verify_checkpoint(self._storage, newest)
             return "" if newest else "none was saved"
@@ -188,25 +188,25 @@ class Checkpoints:
                 return "checkpoint.resume=never" if last_recorded_step(self._config) else ""
         return "checkpoint.resume=auto" if self._own and self._config.checkpoint.resume not in _NEWEST else ""
 
-    def check_corpus(self, corpus: str) -> None:
+    def check_corpus(self, corpus_digest: str) -> None:
         """Report the newer checkpoints that were passed over, and raise ConfigError if the one to resume from was
-        trained on another corpus than `corpus`, the hash of today's data: its files have changed, or keys that
+        trained on another corpus than `corpus_digest`, the hash of today's data: its files have changed, or keys that
         resume.allow let differ."""
-        self._corpus = corpus
+        self._corpus = corpus_digest
         if not self._origin:
             return
         for directory, reason in self._origin.refused:
             self._report_refused(directory, reason)
-        trained_corpus = self._origin.manifest.meta.corpus if self._origin.manifest else corpus
-        if trained_corpus != corpus:
+        trained_corpus = self._origin.manifest.meta.corpus if self._origin.manifest else corpus_digest
+        if trained_corpus != corpus_digest:
             where = self._origin.url
-            changed = "; ".join(f"{key}: {a} there, {b} here" for key, (a, b) in self._find_changed_data().items())
+            changed = "; ".join(f"{key}: {a} there, {b} here" for key, (a, b) in self._find_changed_data_keys().items())
             why = changed or "the files have changed"
-            reason = f"its corpus is {corpus} now, and was {trained_corpus} for {where}: {why}"
+            reason = f"its corpus is {corpus_digest} now, and was {trained_corpus} for {where}: {why}"
             legal = ["the data as it was", f"a run of its own from these weights, run.dir=DIRECTORY train.init={where}"]
             raise ConfigError("data", self._config.data.kind, reason, legal)
 
-    def _find_changed_data(self) -> dict[str, tuple[Any, Any]]:
+    def _find_changed_data_keys(self) -> dict[str, tuple[Any, Any]]:
         """Return the keys of data whose values differ from the resumed checkpoint's: key -> (there, here)."""
         assert self._origin and self._origin.manifest
         saved_identity = complete_identity(self._origin.manifest.meta.identity)
@@ -246,7 +246,9 @@ class Checkpoints:
         the run never had a checkpoint, it starts over. Raise ConfigError, OSError."""
         self._poll_saver()
         newest = self._find_own_newest()
-        self._origin = newest or find_resume_checkpoint(self._config, held=self._leased, over=not self.step)
+        self._origin = newest or find_resume_checkpoint(
+            self._config, holds_lease=self._leased, may_start_over=not self.step
+        )
         self.step = self._origin.step if self._origin else 0
         self.check_corpus(self._corpus)
 
@@ -256,7 +258,7 @@ class Checkpoints:
         run; else None."""
         if not self._own or self._config.checkpoint.resume in _NEWEST:
             return None
-        newest = find_newest_checkpoint(self._storage, deep=False)
+        newest = find_newest_checkpoint(self._storage, verifies_bytes=False)
         return newest if newest.directory in self._own else None
 
     def confirm_newest(self) -> None:
@@ -266,7 +268,7 @@ class Checkpoints:
         if not self.step or not (self._own or anybody_s):
             return
         with suppress(OSError, ConfigError):
-            newest = find_newest_checkpoint(self._storage, deep=False)
+            newest = find_newest_checkpoint(self._storage, verifies_bytes=False)
             self.step = newest.step if anybody_s or newest.directory in self._own else 0
 
     def abandon_save(self) -> None:
@@ -288,7 +290,7 @@ class Checkpoints:
         snapshots = crew.call_ranks(Worker.copy_state)
         values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
-        write = partial(_collect_reports, self._wanted, self._reports)
+        write = partial(_request_block_files, self._wanted, self._reports)
         self._saver.start_save(snapshots[0].tensors, self._build_meta(step, values), write, self._files)
 
     def advance_save(self, crew: Crew, wait: float = 0.0) -> None:
@@ -366,7 +368,7 @@ class Checkpoints:
             self._say(f"{loud}: {what} after step {event.step}: {where}: {event.reason}; {goes_on}")
 
 
-def _collect_reports(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
+def _request_block_files(wanted: SimpleQueue[str], reports: SimpleQueue[Reports], directory: str) -> list[FileReport]:
     """Let the workers write their block files of one attempt at a checkpoint to `directory`, wait, and return their
     reports by rank; raise OSError if a worker could not write. Runs in the saver's thread, which must not call the
     crew: the driver's thread takes the directory from the queue `wanted` and puts the workers' answers into

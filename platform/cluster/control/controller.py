@@ -18,7 +18,7 @@ from statistics import median
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from platform.boundary.terminal import tolerate_write_error
+from platform.boundary.terminal import warn_on_write_error
 from platform.boundary.world_faults import growing_pauses
 from platform.cluster.control.evaluations import Evaluations, Forecast, build_metrics_row
 from platform.cluster.control.former import Former, SnapshotLedger
@@ -71,7 +71,7 @@ def _build_damage_failure(crew: Crew, generation: Generation, step: int, rank: i
     return Failure(member, "damaged", f"step({step})", cause, rank, job.rank_name(rank), job.coordinates[rank])
 
 
-USUAL_STEPS = 32  # steps that `Pace.usual_seconds` takes the median over
+USUAL_STEPS = 32  # steps that `Pace.median_seconds` takes the median over
 
 
 class Pace:
@@ -94,16 +94,16 @@ class Pace:
         assert step == self._before + len(self._seconds) + 1, f"step {step} does not follow"
         self._seconds.append(seconds)
 
-    def roll_back_steps(self, step: int) -> float:
+    def forget_steps_after(self, step: int) -> float:
         """Forget the durations of the run's steps after `step`, which are rolled back; return their sum in seconds."""
         kept_count = max(0, step - self._before)
         lost_seconds = sum(self._seconds[kept_count:])
         del self._seconds[kept_count:]
         return lost_seconds
 
-    def usual_seconds(self, since: int) -> float | None:
-        """Return the median seconds of the run's last USUAL_STEPS steps after step `since`; None without any."""
-        known = self._seconds[max(0, since - self._before) :][-USUAL_STEPS:]
+    def median_seconds(self, after_step: int) -> float | None:
+        """Return the median seconds of the run's last USUAL_STEPS steps after step `after_step`; None without any."""
+        known = self._seconds[max(0, after_step - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None
 
 
@@ -189,7 +189,7 @@ class Controller:
             self._survive_failure(crew, failure)
             self.state = RunState.RELEASING
         except Reform as reason:
-            useful = self.take_useful_seconds()
+            useful = self.take_unreported_seconds()
             self._journal.write(events.Reforming(reason=str(reason), step=self.done, useful_seconds=useful))
             self._monitor.say(str(reason))
             self.state = RunState.RELEASING
@@ -197,7 +197,7 @@ class Controller:
     def discard_unsaved_steps(self) -> tuple[int, float]:
         """Return the number of training steps since the newest checkpoint and their seconds, and forget them."""
         steps = max(0, self.done - self._checkpoints.step)
-        return steps, self.pace.roll_back_steps(self.done - steps)
+        return steps, self.pace.forget_steps_after(self.done - steps)
 
     # FORMING
 
@@ -208,7 +208,7 @@ class Controller:
             self._signals.raise_if_requested()
         self._generation = generation = self._former.form_generation(crew)
         if (lost := self.done - generation.step) > 0:
-            seconds = self.pace.roll_back_steps(generation.step)
+            seconds = self.pace.forget_steps_after(generation.step)
             self._journal.write(events.RolledBack(step=generation.step, steps_lost=lost, lost_seconds=seconds))
             self._monitor.say(f"goes on after step {generation.step}: {format_count(lost, 'step')} to do again")
         self.done, self.held = generation.step, None
@@ -226,7 +226,7 @@ class Controller:
             self._train_steps(crew, generation)
         finally:
             if generation.timeline:
-                with tolerate_write_error(self._monitor.say, "the timeline"):
+                with warn_on_write_error(self._monitor.say, "the timeline"):
                     generation.timeline.write_files(Path(self._config.run.dir))
         self._evaluations.show_sample(crew, generation.plan, self.done)
         return RunState.DONE
@@ -246,7 +246,9 @@ class Controller:
                 timelines = [report.timeline for report in reports]
                 bubble = generation.timeline.add_step(step, start, timelines, report.parts)
             if every and step % every == 0:
-                within = self._step_deadline(generation)  # per clock section, of which an evaluation may have many
+                within = self._step_timeout_seconds(
+                    generation
+                )  # per clock section, of which an evaluation may have many
                 losses, scores = self._evaluations.evaluate_model(crew, generation.plan, step, within)
             row = build_metrics_row(
                 report,
@@ -269,7 +271,7 @@ class Controller:
             self._profiles.note_step(generation, row)
             self._save_if_due(crew, step)
             if step < self._steps:
-                self._reform_if_needed(crew, generation, report)
+                self._raise_reform_if_needed(crew, generation, report)
         self._checkpoints.finish_save(crew)
 
     def _end_early(self) -> None:
@@ -333,36 +335,36 @@ class Controller:
 
     def _call_step(self, crew: Crew, generation: Generation, step: int, *args: Any) -> list[Any]:
         """Let all ranks take training step `step` once; return rank 0's answer, or all by rank for the timeline."""
-        within = self._step_deadline(generation)
+        within = self._step_timeout_seconds(generation)
         if generation.timeline:
             return crew.call_ranks(Worker.step, step, *args, within=within)
         return [crew.lead_step(step, *args, within=within)]
 
-    def _step_deadline(self, generation: Generation) -> float:
+    def _step_timeout_seconds(self, generation: Generation) -> float:
         """Return the seconds that a training step may last before a blocked worker counts as hung: HUNG_AFTER times the
         median step of this generation (until that is known, COLD times the run's; until that is known,
         FIRST_STEP_SECONDS), and at least elastic.hang_seconds."""
-        usual, ever = self.pace.usual_seconds(generation.step), self.pace.usual_seconds(0)
+        usual, ever = self.pace.median_seconds(generation.step), self.pace.median_seconds(0)
         if usual is None:
             usual = FIRST_STEP_SECONDS / HUNG_AFTER if ever is None else COLD * ever
         return max(self._config.elastic.hang_seconds, HUNG_AFTER * usual)
 
-    def _commit_step(self, generation: Generation, row: MetricsRow, held: int | None) -> None:
+    def _commit_step(self, generation: Generation, row: MetricsRow, snapshot_step: int | None) -> None:
         """Commit a training step that every rank has acknowledged: count it, remember its duration and loss, and hand
-        its row to metrics and console. `held`: the newest step whose state is in the workers' memory."""
+        its row to metrics and console. `snapshot_step`: the newest step whose state is in the workers' memory."""
         self.done, self.worked = row.step, True
         self._stall, self._failed, self._pauses = 0.0, None, growing_pauses(self._config.elastic.wait)
         self._failures = Counter({step: n for step, n in self._failures.items() if step > row.step})
-        self.held = held
-        if held is not None:
-            self._former.ledger.record_snapshot(generation, held)
+        self.held = snapshot_step
+        if snapshot_step is not None:
+            self._former.ledger.record_snapshot(generation, snapshot_step)
         self.pace.add_step(row.step, row.step_seconds)
         self._useful += row.step_seconds
         self._spikes.add_loss(row.loss)
         self.forecast.add_step(row)
         self._monitor.record_step(row)
 
-    def _hold_snapshot(self, crew: Crew, generation: Generation) -> bool:
+    def _snapshot_committed_step(self, crew: Crew, generation: Generation) -> bool:
         """Let all workers keep a snapshot in memory of the run's last committed step, if `Worker.step` takes any (every
         elastic.snapshot_every steps): on GPUs it would take this one beside the next step. Return True if they hold it.
         """
@@ -381,7 +383,7 @@ class Controller:
         self._checkpoints.advance_save(crew)
         self._checkpoints.check_save_failures()
         if step and self._checkpoints.is_save_due(step, last=step == self._steps, stopping=False):
-            self._checkpoints.begin_save(crew, step, self.take_useful_seconds())
+            self._checkpoints.begin_save(crew, step, self.take_unreported_seconds())
             self._stall = perf_counter() - start
         if step < self._steps:  # else the run is done
             self._drain_if_requested(crew)
@@ -404,11 +406,11 @@ class Controller:
         """Save the last committed step's checkpoint if it is unsaved; return True if storage holds it now."""
         self._checkpoints.finish_save(crew)
         if self._has_unsaved_step:
-            self._checkpoints.begin_save(crew, self.done, self.take_useful_seconds())
+            self._checkpoints.begin_save(crew, self.done, self.take_unreported_seconds())
             self._checkpoints.finish_save(crew)
         return self._checkpoints.step == self.done
 
-    def _reform_if_needed(self, crew: Crew, generation: Generation, report: StepReport) -> None:
+    def _raise_reform_if_needed(self, crew: Crew, generation: Generation, report: StepReport) -> None:
         """Raise Reform, between two training steps, if seated workers are about to be taken away, or if a mesh with a
         spare for a slow worker, or with more workers, can form now without losing a step. `report`: rank 0's on the
         step just committed."""
@@ -416,20 +418,20 @@ class Controller:
             if not self._former.recruiter.usable_members(crew):
                 self._signals.request_stop(NOTICE)
                 self._drain_if_requested(crew)
-            self._hold_snapshot(crew, generation)
+            self._snapshot_committed_step(crew, generation)
             self._save_now(crew)  # memory may not hold the whole state without the members that leave
             raise Reform(proposal.reason)
         proposal = self._advisor.propose_optional_reform(crew, generation, report)
         proposal = proposal or self.forecast.propose_better_plan(crew, self._former.recruiter, generation, self.done)
-        if proposal and self._loses_nothing(crew, generation):
+        if proposal and self._can_reform_without_loss(crew, generation):
             self._checkpoints.finish_save(crew)
             self._former.recruiter.barred |= proposal.barred
             raise Reform(proposal.reason)
 
-    def _loses_nothing(self, crew: Crew, generation: Generation) -> bool:
+    def _can_reform_without_loss(self, crew: Crew, generation: Generation) -> bool:
         """Return True if re-forming the mesh of workers loses no training step: their state is in memory or saved."""
         if self._config.elastic.snapshot_interval:
-            return self._hold_snapshot(crew, generation)
+            return self._snapshot_committed_step(crew, generation)
         return bool(self._config.checkpoint.every) and self._save_now(crew)
 
     # RELEASING
@@ -443,11 +445,11 @@ class Controller:
         if culprit.refusal and self.state is RunState.RUNNING:
             raise GaveUp(culprit.refusal)
         self._failed = self._failed or perf_counter()
-        useful = self.take_useful_seconds()
+        useful = self.take_unreported_seconds()
         self._journal.write(events.Failure(**culprit.event_fields(), step=step, useful_seconds=useful))
         self._monitor.say(str(failure))
         if culprit.of_world and crew.elastic and (pause := next(self._pauses, None)):
-            return self._pause_forming(pause)
+            return self._pause_before_forming(pause)
         self._failures[step] += 1
         count = self._failures[step]
         # A run that has never worked will not work; but a checkpoint that was to be read may just have been deleted.
@@ -459,7 +461,7 @@ class Controller:
             often = f" (failure {count} before step {step} was done)" if count > 1 else ""
             raise GaveUp(f"{failure}{often}{room}{where}", culprit.of_world)
 
-    def _pause_forming(self, seconds: float) -> None:
+    def _pause_before_forming(self, seconds: float) -> None:
         """Wait, unless a stop is requested, before workers form again that a fault of the world has ended: it costs no
         attempt, as a storage or a network may do well later."""
         self._monitor.say(f"tries again in {seconds:.0f} s")
@@ -476,7 +478,7 @@ class Controller:
         self._journal.write(events.Released(lost=numbers, alive=len(crew.members), seconds=seconds))
         return RunState.FORMING
 
-    def take_useful_seconds(self) -> float:
+    def take_unreported_seconds(self) -> float:
         """Return the seconds of the run's steps committed since a journal event last reported them; reset them to 0."""
         useful, self._useful = self._useful, 0.0
         return useful

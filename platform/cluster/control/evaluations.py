@@ -22,9 +22,9 @@ from platform.cluster.control.recruiter import Recruiter, ReformProposal
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, T, Worker
 from platform.cluster.crew.job import count_threads, usable_cores
-from platform.cluster.resources import crew_kind
+from platform.cluster.resources import launcher_kind
 from platform.config.fields import Config
-from platform.config.ramps import find_step_length
+from platform.config.ramps import find_sequence_length
 from platform.monitor import MetricsRow, events
 from platform.monitor.step_parts import (
     average_parts,
@@ -90,7 +90,10 @@ class Forecast:
             return run.monitor.say(f"WARNING: steps cannot be predicted ({error_line(error)})")
         if not (self._hardware and self._work):
             return
-        seconds, name = self._set_price(generation, price_work(self._work, self._hardware)), self._hardware.name
+        seconds, name = (
+            self._set_step_prediction(generation, price_work(self._work, self._hardware)),
+            self._hardware.name,
+        )
         run.journal.write(events.PredictedStep(hardware=name, seconds=seconds, parts=self.parts))
         self.of_step = StepForecast(name, self.parts, partial(simulate_schedule, self._work, self._hardware))
         if generation.timeline:
@@ -121,7 +124,7 @@ class Forecast:
         name = self._hardware.name.removesuffix(FITTED) + FITTED
         self._fitted = self._hardware = replace(self._hardware.slow_down(times), name=name)
         recruiter.use_fitted_hardware(self._fitted)
-        now = self._set_price(generation, price_work(self._work, self._fitted))
+        now = self._set_step_prediction(generation, price_work(self._work, self._fitted))
         self._steps.clear()
         self._again = done + WINDOW
         best = recruiter.choose_best_plan(len(recruiter.usable_members(crew)))
@@ -142,7 +145,7 @@ class Forecast:
         self._proposal = ReformProposal(f"another plan is quicker: {best.reason}")
         return self._proposal
 
-    def _set_price(self, generation: Generation, price: StepPrice) -> float:
+    def _set_step_prediction(self, generation: Generation, price: StepPrice) -> float:
         """Note the price of a full step of the generation that runs, and return its seconds."""
         self.parts, generation.predicted_seconds = fold_into_measured_parts(price.seconds_by_part), price.seconds
         return price.seconds
@@ -165,7 +168,7 @@ class Forecast:
             slow
             and not busy
             and run.job.device == "cpu"
-            and crew_kind(run.config.cluster) in ("inline", "local", "processes")
+            and launcher_kind(run.config.cluster) in ("inline", "local", "processes")
         ):
             workers, cores = run.job.world_size, usable_cores()
             threads = count_threads(run.config, workers, cores)
@@ -289,7 +292,7 @@ def build_metrics_row(
     """
     first, end = report.samples
     tokens_per_second = (end - first) * config.model.length / wall_seconds
-    plan = generation.plan.plan_of_length(find_step_length(config, report.step))
+    plan = generation.plan.plan_of_length(find_sequence_length(config, report.step))
     flops_per_worker = tokens_per_second * plan.flops_per_token / report.world_size
     seconds = report.seconds
     return MetricsRow(
@@ -331,7 +334,7 @@ def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: flo
     if not report.parts:
         return {}
     first, end = report.samples
-    full = end - first == config.train.global_batch and find_step_length(config, report.step) == config.model.length
+    full = end - first == config.train.global_batch and find_sequence_length(config, report.step) == config.model.length
     rest = wall_seconds - sum(report.parts.values())
     predicted = generation.predicted_seconds if full else None
     return {"parts": {**report.parts, REST: rest}, "predicted_seconds": predicted}

@@ -1,8 +1,7 @@
 """Examination of members of a crew by the doctor: each by itself, then with partners, then all beside each other.
 
-`violations_of_workers` checks, before a run forms, that every worker sees the driver's run directory and storage, and
-runs the same code.
-"""
+`compare_worker_environments` checks, before a run forms, that every worker sees the driver's run directory and storage,
+and runs the same code."""
 
 from __future__ import annotations
 
@@ -59,7 +58,9 @@ def examine_members(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: b
         alone = _examine_alone(crew, numbers, thorough)
         crew.release_members()
         partners = PARTNERS if thorough or attempt else 1
-        together = _examine_together(crew, job, numbers, thorough, partners) if thorough or job.device == "cuda" else {}
+        together = (
+            _examine_connections(crew, job, numbers, thorough, partners) if thorough or job.device == "cuda" else {}
+        )
         for number in numbers:
             one = _merge_findings(alone[number], together.get(number, {}))
             before = findings_by_member.get(number)
@@ -83,7 +84,7 @@ def _examine_alone(crew: Crew, numbers: Sequence[int], thorough: bool) -> dict[i
     return dict(zip(numbers, findings_by_rank, strict=True))
 
 
-def _examine_together(
+def _examine_connections(
     crew: Crew, job: Job, numbers: Sequence[int], thorough: bool, partners: int
 ) -> dict[int, dict[str, Findings]]:
     """Return the doctor's findings on the network connections of each worker, by member number and check: with up to so
@@ -165,7 +166,7 @@ class Doctor:
 _ALWAYS = {"train.compile": ["auto", "off"], "train.attention_kernel": ["auto", "math"]}  # what every worker can do
 
 
-def violations_of_workers(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
+def compare_worker_environments(crew: Crew, config: Config, run_dir: Path) -> dict[int, list[str]]:
     """Return rank -> lines on how its environment differs from the driver's (storage, code, versions), for the ranks
     that differ. The probe files that this writes to run directory and checkpoint storage are deleted afterwards. Raise
     ConfigError if the driver itself cannot write them."""

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from platform.boundary.refusals import ConfigError
-from platform.boundary.terminal import show_phase, tolerate_write_error
+from platform.boundary.terminal import show_phase, warn_on_write_error
 from platform.cluster.control import examination
 from platform.cluster.control.recruiter import Recruiter, arrange_seats, find_rank_tiers, member_paths
 from platform.cluster.control.run_context import Generation, RunContext
@@ -96,7 +96,7 @@ class Former:
         plan, size = replanned.plan, replanned.plan.mesh.world_size
         schedules = build_schedules(replanned.config, plan.num_replicas)
         schedule = schedules[-1]
-        number = self._journal.next_generation()
+        number = self._journal.begin_generation()
         mesh, new_digest = dict(plan.mesh.axes), plan_digest(plan)
         alive = len(members)
         forming = events.Forming(world_size=size, mesh=mesh, plan=new_digest, reason=replanned.reason, alive=alive)
@@ -104,7 +104,7 @@ class Former:
         self._show_plan(plan, schedule, replanned.reason)
         seats, source = self._assign_seats(members, plan.mesh)
         if source and source.gathered:
-            self._gather_state(crew, source, number)
+            self._hand_over_snapshots(crew, source, number)
         job = replace(self._job, coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(size)])
         crew.seat_members(job, seats)
         self._check_environments(crew, seats)
@@ -122,7 +122,7 @@ class Former:
         build = Worker.build_trainer, rows, domains, self._corpus, farthest_tiers(plan, tiers), fresh
         built = crew.call_ranks(*build)
         self.recruiter.memory = min(self.recruiter.memory, *(b.memory or inf for b in built))
-        step = self._recover_state(crew, source) if source else self._restore_state(crew, build, fill=not init)
+        step = self._recover_state(crew, source) if source else self._restore_state(crew, build, initializes=not init)
         if init and not step:
             self._load_initial_weights(crew)
         self._formed = True
@@ -166,13 +166,13 @@ class Former:
         schedule; write plan.json."""
         if plan is not self._shown:
             self._monitor.say(reason or f"{format_count(plan.mesh.world_size, 'worker')}: as configured")
-            with tolerate_write_error(self._monitor.say, "plan.json"):
+            with warn_on_write_error(self._monitor.say, "plan.json"):
                 self._run.directory.write_plan(plan_summary(plan))
         self._shown = self._checkpoints.plan = plan
         if schedule.stages > 1:
             self._monitor.say(_describe_schedule(schedule))
 
-    def _gather_state(self, crew: Crew, source: Source, number: int) -> None:
+    def _hand_over_snapshots(self, crew: Crew, source: Source, number: int) -> None:
         """Let survivors that hold state in memory but get no seat in the new mesh send it to the seated ones, in a
         temporary group of all holders. `number`: number of the next generation."""
         order = source.members_of_ranks(source.gathered)
@@ -187,7 +187,7 @@ class Former:
         if not new:
             return
         try:
-            refused = examination.violations_of_workers(crew, self._config, self._job.run_dir)
+            refused = examination.compare_worker_environments(crew, self._config, self._job.run_dir)
         except ConfigError as error:  # the driver itself cannot write, which does not tell against workers
             if not self._proven:
                 raise
@@ -234,20 +234,22 @@ class Former:
         failed = ((rank, why) for rank, why in enumerate(crew.call_ranks(Worker.rehearse_steps, step)) if why)
         return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), "")
 
-    def _restore_state(self, crew: Crew, build: tuple[Any, ...], fill: bool) -> int:
+    def _restore_state(self, crew: Crew, build_arguments: tuple[Any, ...], initializes: bool) -> int:
         """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is
-        no checkpoint; return the step. `build`: the call that builds the workers' models, repeated after each corrupt
-        checkpoint; its last argument is True if it gives them initial values; `fill`: True if they need these when
-        there is no checkpoint. Raise GaveUp if storage cannot be read and a generation had formed before; ConfigError
-        or OSError if none had."""
+        no checkpoint; return the step. `build_arguments`: the call that builds the workers' models, repeated after each
+        corrupt checkpoint; its last argument is True if it gives them initial values; `initializes`: True if
+        they need these when there is no checkpoint. Raise GaveUp if storage cannot be read and a generation had formed
+        before; ConfigError or OSError if none had."""
         try:
             if self._tried:
                 self._checkpoints.select_newest_again()
             self._tried = True
             while not self._checkpoints.restore_workers(crew):
-                crew.call_ranks(*build)
-            if not self._checkpoints.step and fill and not build[-1]:  # the checkpoint that was there is gone
-                crew.call_ranks(*build[:-1], True)
+                crew.call_ranks(*build_arguments)
+            if (
+                not self._checkpoints.step and initializes and not build_arguments[-1]
+            ):  # the checkpoint that was there is gone
+                crew.call_ranks(*build_arguments[:-1], True)
         except (ConfigError, OSError) as error:
             if not self._formed:
                 raise

@@ -28,7 +28,7 @@ from platform.boundary.documents import error_line
 from platform.boundary.local_files import replace_file, replace_text
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.schema import Count, Malformed
-from platform.boundary.terminal import tolerate_write_error
+from platform.boundary.terminal import warn_on_write_error
 from platform.cluster.control.evaluations import Forecast
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, Worker
@@ -70,7 +70,7 @@ class StepNote:
     spans: list[list[PredictedSpan]] = field(default_factory=list)
 
 
-class Merged(NamedTuple):
+class MergedTrace(NamedTuple):
     """Merged trace: its file and bytes, the steps and the number of ranks in it, and of events left out."""
 
     path: Path
@@ -80,14 +80,14 @@ class Merged(NamedTuple):
     cut: int
 
 
-def note_path(run_dir: Path, step: int, generation: int) -> Path:
+def step_note_path(run_dir: Path, step: int, generation: int) -> Path:
     """Return the path of a driver's note on a profiled step."""
     return run_dir / PROFILE / PARTS / f"step-{step}.generation-{generation}.json"
 
 
 def write_step_note(run_dir: Path, step: int, generation: int, note: StepNote) -> None:
     """Write a driver's note on a profiled step. Raises OSError."""
-    path = note_path(run_dir, step, generation)
+    path = step_note_path(run_dir, step, generation)
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     replace_text(path, json.dumps(redact_secrets(asdict(note))) + "\n")
 
@@ -95,7 +95,7 @@ def write_step_note(run_dir: Path, step: int, generation: int, note: StepNote) -
 def read_step_note(run_dir: Path, step: int, generation: int) -> StepNote:
     """Read a driver's note on a profiled step, empty if there is none. Raises Malformed, OSError."""
     try:
-        raw = documents.read_bytes(note_path(run_dir, step, generation), LARGEST_NOTE)
+        raw = documents.read_bytes(step_note_path(run_dir, step, generation), LARGEST_NOTE)
     except FileNotFoundError:
         return StepNote([], [], [])
     return schema.parse_value(StepNote, documents.parse_json(raw, LARGEST_NOTE))
@@ -123,7 +123,7 @@ def newest_parts(run_dir: Path) -> list[tuple[PartName, Path]]:
     return [(name, path) for name, path in named if newest[name.step] == name.generation]
 
 
-def merge_parts(run_dir: Path, path: Path) -> Merged | None:
+def merge_parts(run_dir: Path, path: Path) -> MergedTrace | None:
     """Merge the parts of a run's profile into the trace `path`; return an account of it, None if there are no parts.
     Raises Malformed, OSError."""
     parts = newest_parts(run_dir)
@@ -134,9 +134,9 @@ def merge_parts(run_dir: Path, path: Path) -> Merged | None:
         opened = [(name, *stack.enter_context(open_part(part))) for name, part in parts]
         heads = {name: head for name, head, _ in opened}
         trace = _Trace(heads, notes)
-        replace_file(path, _compress_pieces(trace.json_pieces({name: events for name, _, events in opened})))
+        replace_file(path, _gzip_pieces(trace.json_pieces({name: events for name, _, events in opened})))
     steps, cut = sorted({name.step for name in heads}), sum(head.cut for head in heads.values())
-    return Merged(path, path.stat().st_size, steps, len({name[1:] for name in heads}), cut)
+    return MergedTrace(path, path.stat().st_size, steps, len({name[1:] for name in heads}), cut)
 
 
 def measure_clock_shifts(
@@ -176,12 +176,12 @@ class _Trace:
         """Yield the JSON text of the trace, piece by piece; `events`: the events of each part."""
         yield '{"displayTimeUnit":"ms","traceEvents":[\n'
         streams = [self._absolute_events(name, part_events) for name, part_events in events.items()]
-        streams += map(iter, [*self._owned.values(), sorted(self._part_events(), key=_event_order)])
+        streams += map(iter, [*self._owned.values(), sorted(self._step_part_events(), key=_event_sort_key)])
         comma = ""
-        for event in self._naming_events():
+        for event in self._name_metadata_events():
             yield comma + json.dumps(event, separators=(",", ":"))
             comma = ",\n"
-        for event in heapq.merge(*streams, key=_event_order):
+        for event in heapq.merge(*streams, key=_event_sort_key):
             event["ts"] = (event["ts"] - self._zero) / 1e3
             if "dur" in event:
                 event["dur"] = event["dur"] / 1e3
@@ -220,14 +220,14 @@ class _Trace:
             more = {"name": span.name, "cat": "predicted", "args": {"step": name.step}}
             trace_events.append(self._build_span(name, PREDICTED, base, span.start, span.end) | more)
         threads |= head.threads
-        return list(nest_events(sorted(trace_events, key=_event_order), threads))
+        return list(nest_events(sorted(trace_events, key=_event_sort_key), threads))
 
     def _build_span(self, name: PartName, thread: int, base: int, start: float, end: float) -> Event:
         """Return an event of a thread, from `start` to `end`, seconds after `base`, without its name."""
         begin, stop = base + round(start * 1e9), base + round(end * 1e9)
         return {"ph": "X", "pid": self._pids[name[1:]], "tid": thread, "ts": begin, "dur": stop - begin}
 
-    def _part_events(self) -> Iterator[Event]:
+    def _step_part_events(self) -> Iterator[Event]:
         """Yield the parts of each step, one after the other, as predicted and, on a thread beside, as measured."""
         for (step, generation), note in self._notes.items():
             first = min(name for name in self._heads if name[:2] == (step, generation))
@@ -241,7 +241,7 @@ class _Trace:
                         yield event_place | {"name": part, "cat": row, "args": {"step": step}}
                         time += length
 
-    def _naming_events(self) -> Iterator[Event]:
+    def _name_metadata_events(self) -> Iterator[Event]:
         """Yield the events that name processes and threads."""
         names = {}
         for name in self._heads:
@@ -271,12 +271,12 @@ def _value_or_default(values: Sequence[Any], i: int, default: Any) -> Any:
     return values[i] if i < len(values) else default
 
 
-def _event_order(event: Event) -> tuple[int, int]:
+def _event_sort_key(event: Event) -> tuple[int, int]:
     """Return the key by which events are sorted: by beginning, and what lies around others before these."""
     return event["ts"], -event.get("dur", 0)
 
 
-def _compress_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
+def _gzip_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
     """Yield a text, given in pieces, as gzip compresses it."""
     packer = zlib.compressobj(6, wbits=31)
     for piece in pieces:
@@ -327,7 +327,7 @@ class Profiles:
         """Write the note on a profiled step that is committed, `row`; merge all parts after the last of these steps."""
         if row.step not in self._steps:
             return
-        with tolerate_write_error(self._say, str(self._directory / PROFILE)):
+        with warn_on_write_error(self._say, str(self._directory / PROFILE)):
             write_step_note(self._directory, row.step, generation.number, self._build_note(generation, row))
         if row.step == self._steps[-1]:
             self._merging = threading.Thread(target=self._merge_trace, name="profile", daemon=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from platform.boundary.local_files import replace_text
 from platform.boundary.redaction import redact_secrets
-from platform.cluster.crew.heartbeats import LOOK_SECONDS, Outlook
-from platform.monitor.journal import LIVE, Live
+from platform.cluster.crew.heartbeats import LOOK_SECONDS, CallMonitor
+from platform.monitor.journal import LIVE, LiveState
 from platform.runtime.progress import thread_frames
 
 PULSE_SECONDS = 1.0  # between two writes
@@ -26,8 +26,8 @@ class Pulse(AbstractContextManager["Pulse"]):
     that thread; the driver sets `outlook`, on its workers, as soon as there are any."""
 
     directory: Path
-    own: Callable[[], Live]
-    outlook: Outlook | None = None
+    own: Callable[[], LiveState]
+    outlook: CallMonitor | None = None
 
     def __enter__(self) -> Pulse:
         """Start the thread that writes live.json."""
@@ -45,11 +45,11 @@ class Pulse(AbstractContextManager["Pulse"]):
         """Write live.json every PULSE_SECONDS until the context ends; an error there is no reason for a run to end."""
         while not self._ended.wait(PULSE_SECONDS):
             with suppress(Exception):
-                fields = redact_secrets(self.describe_driver().plain_fields())
+                fields = redact_secrets(self.build_live_state().plain_fields())
                 text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
                 replace_text(self.directory / LIVE, text + "\n")
 
-    def describe_driver(self) -> Live:
+    def build_live_state(self) -> LiveState:
         """Return the sight of the driver at this moment. Workers are listed while a call lasts long."""
         live, now, clock = self.own(), time.time(), time.monotonic()
         if not self.outlook:

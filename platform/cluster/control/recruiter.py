@@ -111,7 +111,7 @@ class Recruiter:
                 lack = f"there is no legal plan for {format_count(len(members), 'worker')}"
             if self._unsound:
                 lack += f"; left out: {'; '.join(self._unsound.values())}"
-            hope = bool(coming or hired or (e.replace and crew.can_hire and self._count_missing(crew) > 0))
+            hope = bool(coming or hired or (e.replace and crew.can_hire and self._count_missing_workers(crew) > 0))
             if hope and not said:
                 self._journal.write(events.Waiting(alive=len(members), reason=lack))
                 self._say(f"{lack}: waiting up to {e.wait:g} s for more")
@@ -132,12 +132,12 @@ class Recruiter:
         crew.unstarted.clear()
         if not (self._config.elastic.replace and crew.can_hire) or crew.lost or monotonic() < self._hire_from:
             return 0
-        if (missing := max(0, self._count_missing(crew))) > 0:
+        if (missing := max(0, self._count_missing_workers(crew))) > 0:
             self._journal.write(events.Hiring(count=missing))
             crew.hire_workers(missing)
         return missing
 
-    def _count_missing(self, crew: Crew) -> int:
+    def _count_missing_workers(self, crew: Crew) -> int:
         """Return how many more workers to start for the largest mesh and spares, as far as the cluster has room."""
         coming = len(crew.starting_members)  # read first: a worker that gets ready meanwhile counts twice, not never
         member_limit = int(min(self._most + self._config.elastic.spares, self._limit))
@@ -221,7 +221,7 @@ def find_rank_tiers(seats: Sequence[int], paths: Mapping[int, Path]) -> Tiers:
     return Tiers(tuple(names[i] for i in apart), tuple(tuple(path[i] for i in apart) for path in rank_paths))
 
 
-def arrange_seats(paths: Mapping[int, Path], mesh: Mesh, keep: Mapping[int, int]) -> list[int]:
+def arrange_seats(paths: Mapping[int, Path], mesh: Mesh, previous_members: Mapping[int, int]) -> list[int]:
     """Return the number of the crew member at every rank of a mesh, chosen so that ranks that communicate most are near
     each other in the cluster. `paths`: member -> its place (see `member_paths`), of at least as many members as there
     are ranks.
@@ -229,10 +229,9 @@ def arrange_seats(paths: Mapping[int, Path], mesh: Mesh, keep: Mapping[int, int]
     Consecutive ranks, which differ along the innermost axes, are a block: of 2, of 2 x 4, and so on, as the sizes of
     the axes say. From the largest block to the smallest, each is put into the innermost tier, within the tier of the
     block around it, that has room for all of it: first where most of its ranks' members are, then where the least room
-    would be left. `keep`: rank -> member that had it in the mesh before and keeps it if possible; a member whose rank
-    does not exist any more takes one that no such member keeps.
-    """
-    return _Seating(paths, mesh, keep).seats
+    would be left. `previous_members`: rank -> member that had it in the mesh before and keeps it if possible; a member
+    whose rank does not exist any more takes one that no such member keeps."""
+    return _Seating(paths, mesh, previous_members).seats
 
 
 class _Seating:

@@ -124,7 +124,7 @@ class Answer:
 @dataclass(frozen=True)
 class Raised:
     """Exception of the worker's method in the call numbered `answer`. `error`: its traceback as text; `refusal`: the
-    lines of a ConfigError, "" for any other; `of_world`: it is a fault of the world (`is_world_fault`)."""
+    lines of a ConfigError, "" for any other; `of_world`: it is a fault of the world (`is_external_fault`)."""
 
     answer: Count
     error: str
@@ -322,7 +322,9 @@ class Line:
         self._connection.close()
 
 
-def dial_driver(address: tuple[str, int], token: str, number: int, node: str = "", tiers: Sequence[str] = ()) -> Line:
+def connect_to_driver(
+    address: tuple[str, int], token: str, number: int, node: str = "", tiers: Sequence[str] = ()
+) -> Line:
     """Connect this worker process to the driver's switchboard at `address` (host, port) as member `number`, which holds
     the secret `token`; return the connection once the driver has admitted it. `node`: failure domain to report to the
     driver, "" = this machine's name; `tiers`: cluster tiers that it is in, outer to inner.

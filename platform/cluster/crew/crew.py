@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from platform.cluster.crew.failures import Failure, Member
-from platform.cluster.crew.heartbeats import NOTHING, Outlook
+from platform.cluster.crew.heartbeats import NOTHING, CallMonitor
 from platform.cluster.crew.job import Job
 from platform.cluster.crew.switchboard import Switchboard
 from platform.train.replies import WORDS
@@ -49,7 +49,7 @@ class Crew(AbstractContextManager["Crew"]):
     elastic: bool = False
     unstarted: list[Failure]
     came: float | None = None
-    outlook: Outlook = NOTHING
+    outlook: CallMonitor = NOTHING
     lost = ""
 
     @property
@@ -113,7 +113,7 @@ def arguments_of_rank(args: Iterable[Any], rank: int) -> list[Any]:
     return [a[rank] if isinstance(a, ByRank) else a for a in args]
 
 
-def call_text(method: str, args: Iterable[Any]) -> str:
+def format_call(method: str, args: Iterable[Any]) -> str:
     """Format a `Crew.call_ranks` for the user: step(3), or "..." for an argument of another type."""
     first = next(iter(args), "")
     return f"{method}({first if isinstance(first, str | int) else '...'})"
@@ -147,7 +147,7 @@ class Launcher(ABC):
         """Start worker processes for the members `numbers`, each of which will dial the driver's switchboard `board`
         and serve its worker there. The first call names all initial members."""
 
-    def note_all_ready(self) -> None:  # noqa: B027  most launchers need not know
+    def clean_up_after_start(self) -> None:  # noqa: B027  most launchers need not know
         """Note that all initial worker processes are ready, so that things needed only to start them can be removed."""
 
     @abstractmethod

@@ -34,7 +34,7 @@ class Failure:
 
     member: Member
     kind: str  # died | failed | hung | damaged
-    method: str  # the call as `call_text` formats it: step(3)
+    method: str  # the call as `format_call` formats it: step(3)
     cause: str  # traceback, or how the process ended, or where it hangs
     rank: int | None = None
     name: str = ""  # rank3[data1 t1]

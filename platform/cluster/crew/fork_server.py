@@ -86,7 +86,7 @@ class _Server:
         while True:
             for fd, _ in self._poll.poll():
                 if fd == self._control.fileno():
-                    if not self._take_socket():
+                    if not self._receive_socket():
                         return self._kill_workers()
                 elif fd == self._woken.fileno():
                     self._woken.recv(1 << 12)
@@ -97,7 +97,7 @@ class _Server:
                 elif fd in self._sockets:
                     self._fork_worker(self._sockets[fd].accept()[0])
 
-    def _take_socket(self) -> bool:
+    def _receive_socket(self) -> bool:
         """Take a socket that the fork server's parent passes: a worker's connection, or one that accepts such
         connections; return False if the parent has closed its own instead."""
         try:
@@ -133,7 +133,7 @@ class _Server:
             for other in (line, self._waker, *self._sockets.values()):
                 other.close()
             _die_with_parent(parent)
-            status = _serve_order(environment, path, member)
+            status = _serve_ordered_worker(environment, path, member)
         finally:
             os._exit(status)
 
@@ -156,14 +156,14 @@ class _Server:
             os.waitpid(process, 0)
 
 
-def _serve_order(environment: dict[str, str], path: list[str], member: bytes) -> int:
+def _serve_ordered_worker(environment: dict[str, str], import_path: list[str], member: bytes) -> int:
     """Serve the worker that an order describes in this process, just forked, with the environment and the import path
     of the process that ordered it; return the exit status."""
     status = 1
     try:
         os.environ.clear()
         os.environ.update(environment)
-        sys.path[:] = path
+        sys.path[:] = import_path
         assignment, address, token = pickle.loads(member)
         multiprocessing.current_process().name = f"worker{assignment.number}"
         serve_worker(assignment, address, token)

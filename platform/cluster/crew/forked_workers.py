@@ -1,5 +1,5 @@
 """Workers forked by a fork server (`fork_server`), seen from the process that starts it, or orders a worker from it;
-`Processes` launches a crew of them on this machine, without Ray."""
+`ForkLauncher` launches a crew of them on this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class ForkServer:
         """Return True if the fork server's process still runs."""
         return self._process.poll() is None
 
-    def fork_worker(self, assignment: Assignment, address: tuple[str, int], token: str) -> Forked:
+    def fork_worker(self, assignment: Assignment, address: tuple[str, int], token: str) -> ForkedWorker:
         """Order a forked worker process, without waiting for it: it will serve the member of `assignment`, with the
         driver at `address` and the secret `token`, in this process's environment."""
         ours, theirs = socket.socketpair()
         with theirs, suppress(OSError):  # the server is gone: the connection ends, as if the worker had died
             socket.send_fds(self._control, [b"w"], [theirs.fileno()])
-        return Forked(ours, assignment, address, token)
+        return ForkedWorker(ours, assignment, address, token)
 
     def listen_for_orders(self, path: str) -> None:
         """Accept orders of workers by `order_worker` at the Unix socket `path`, which only this user can reach."""
@@ -78,11 +78,11 @@ class ForkServer:
             self._process.wait()
 
 
-def order_worker(path: str, assignment: Assignment, address: tuple[str, int], token: str) -> Forked:
+def order_worker(path: str, assignment: Assignment, address: tuple[str, int], token: str) -> ForkedWorker:
     """Order a worker process of the fork server at `path`, as `ForkServer.fork_worker`. Raises OSError."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(path)
-    return Forked(line, assignment, address, token)
+    return ForkedWorker(line, assignment, address, token)
 
 
 def _await_data(line: socket.socket, seconds: float | None) -> bool:
@@ -92,7 +92,7 @@ def _await_data(line: socket.socket, seconds: float | None) -> bool:
     return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
-class Forked:
+class ForkedWorker:
     """Worker process that a fork server forks. `line`: a fresh connection with the server, which takes the order; the
     worker dies when it is closed."""
 
@@ -129,7 +129,7 @@ def _describe_exit_code(code: bytes) -> str:
 _JOIN_SECONDS = 3.0  # for a process to exit after it was asked to close
 
 
-class Processes(Launcher):
+class ForkLauncher(Launcher):
     """Forks one worker process per member on this machine, from a server that has imported what they need. A process
     hired after another died gets its slot, and so its GPU."""
 
@@ -137,7 +137,7 @@ class Processes(Launcher):
         """Initialise a launcher of plain worker processes on this machine, which has forked none yet."""
         super().__init__()
         self._server: ForkServer | None = None
-        self._forked: dict[int, Forked] = {}
+        self._forked: dict[int, ForkedWorker] = {}
         self._slots: dict[int, int] = {}  # member number -> slot, of living members
 
     def prepare_launch(self, job: Job, size: int) -> str:

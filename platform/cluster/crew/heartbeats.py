@@ -1,9 +1,8 @@
 """Heartbeats of workers, as the driver sees them: the call under way, and who hangs in it.
 
-`Outlook` asks for heartbeats once a call takes long, and now and then; a thread of the driver writes it to live.json
-(`platform.cluster.control.pulse`). `Watch` detects members that hang in a call: a hung process does not report itself,
-so the driver asks for heartbeats (beats) and judges by the answers.
-"""
+`CallMonitor` asks for heartbeats once a call takes long, and now and then; a thread of the driver writes it to
+live.json (`platform.cluster.control.pulse`). `Watch` detects members that hang in a call: a hung process does not
+report itself, so the driver asks for heartbeats (beats) and judges by the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from platform.boundary.terminal import show_phase
 from platform.cluster.crew.failures import Member
 from platform.monitor.journal import MOST, SeenLink, SeenWorker, kernel_state
-from platform.monitor.verdict.evidence import doings_text
+from platform.monitor.verdict.evidence import format_activities
 from platform.runtime.progress import PROGRESS, Activity, TcpLink
 
 LOOK_SECONDS = 2.0  # of a call, after which its workers are asked where they are, and again after as long
@@ -58,7 +57,7 @@ _SHOWN = {  # method of a call that may take long -> what a user sees meanwhile;
 _FAR = {"evaluate": "sequences", "recover": "B", "restore": "B"}  # method of a call that says how far it is -> its unit
 
 
-class _Counted(NamedTuple):
+class _LinkCounters(NamedTuple):
     """Counters of a worker's link as its last heartbeat had them; its last speeds, and the best `rate`."""
 
     link: TcpLink
@@ -70,10 +69,10 @@ class _Counted(NamedTuple):
         """Return the speed of the link lately, in bytes per second, None if it is not known."""
         return median(self.speeds) if self.speeds else None
 
-    def update_counters(self, link: TcpLink) -> _Counted:
+    def update_counters(self, link: TcpLink) -> _LinkCounters:
         """Return the counters of a worker's link after a later heartbeat."""
         if link.sent < self.link.sent or link.busy < self.link.busy:  # other connections than before
-            return _Counted(link, (), self.best)
+            return _LinkCounters(link, (), self.best)
         sent, busy = link.sent - self.link.sent, link.busy - self.link.busy
         if busy < _BUSY_SECONDS or sent < _SENT_BYTES:
             counted_on = self.link._replace(queued=link.queued, quiet=link.quiet)  # a long transfer is under way
@@ -82,7 +81,7 @@ class _Counted(NamedTuple):
         return updated._replace(best=max(self.best or 0.0, updated.rate or 0.0))
 
 
-class Outlook:
+class CallMonitor:
     """Sees the seated workers of a crew for the driver. One thread calls `begin_call` and `note_heartbeat`, others may
     read meanwhile, since each of its values is replaced as a whole or copied in one step.
 
@@ -101,7 +100,7 @@ class Outlook:
         self._beats: dict[int, tuple[Activity, float]] = {}  # by member number, of this call
         self._asked: dict[int, float] = {}  # members that owe a heartbeat, since when
         self._next = self._round = 0.0  # when to ask again in this call; when to ask even if it is young
-        self._counted: dict[tuple[int, str, str], _Counted] = {}  # by member, its address, the other address
+        self._counted: dict[tuple[int, str, str], _LinkCounters] = {}  # by member, its address, the other address
         self._steps = False  # the call before was a step
         self._shown: AbstractContextManager[Any] = nullcontext()
 
@@ -118,19 +117,19 @@ class Outlook:
         self._next = now + LOOK_SECONDS
         self.call = call, now
         known = method == "step" and self._steps
-        self._shown = self._show_phase(method) if method in _SHOWN and not known else nullcontext()
+        self._shown = self._show_call_progress(method) if method in _SHOWN and not known else nullcontext()
         self._steps = method == "step" or (self._steps and doing != _OTHERWISE)
 
-    def _show_phase(self, method: str) -> AbstractContextManager[Any]:
+    def _show_call_progress(self, method: str) -> AbstractContextManager[Any]:
         """Return the context in which a user sees how many workers have answered the call of a method."""
         workers = len(self.pending)
         if method in _FAR:
-            return show_phase(_SHOWN[method], unit=_FAR[method], look=partial(self._call_progress, method))
+            return show_phase(_SHOWN[method], unit=_FAR[method], look=partial(self._progress_of_call, method))
         if workers < 2:
             return show_phase(_SHOWN[method])
         return show_phase(_SHOWN[method], workers, "workers", lambda: (workers - len(self.pending), workers))
 
-    def _call_progress(self, method: str) -> tuple[float, float]:
+    def _progress_of_call(self, method: str) -> tuple[float, float]:
         """Return how much of a call of a method is done, and of how much: bytes of all, or sequences of each."""
         beats = [beat for beat, _ in list(self._beats.values()) if beat.total]
         beats = beats or [PROGRESS.current_activity()]  # of this process
@@ -168,7 +167,7 @@ class Outlook:
             self._beats[number] = beat, now
         for link in beat.links:
             link_key = number, link.here, link.there
-            self._counted[link_key] = self._counted.get(link_key, _Counted(link)).update_counters(link)
+            self._counted[link_key] = self._counted.get(link_key, _LinkCounters(link)).update_counters(link)
 
     def list_workers(self) -> list[SeenWorker]:
         """Return the sight of the seated workers in the call under way: silent ones first, then ones at work, then ones
@@ -183,7 +182,7 @@ class Outlook:
             age = now - heard
             activity = beat if number in pending else None
             sights.append(SeenWorker(rank, number, node, number not in pending, owes, process, age, activity))
-        return sorted(sights, key=_suspicion_order)[:MOST]
+        return sorted(sights, key=_suspicion_sort_key)[:MOST]
 
     def list_links(self) -> list[SeenLink]:
         """Return the links of the seated workers: the longest without an acknowledgement first, then the slowest."""
@@ -194,20 +193,20 @@ class Outlook:
         ]
         return sorted(links, key=lambda link: (-link.quiet, link.rate is None, link.rate or 0.0))[:MOST]
 
-    def describe_witnesses(self, culprit: int) -> list[str]:
+    def describe_other_workers(self, culprit: int) -> list[str]:
         """Return lines on the doings of all workers but `culprit` in the call under way, with their ranks."""
         others = [n for n in self._beats if n != culprit and n in self.pending and n in self._ranks]
-        return doings_text((self._ranks[number], self._beats[number][0]) for number in others)
+        return format_activities((self._ranks[number], self._beats[number][0]) for number in others)
 
     def last_stack(self, number: int) -> list[str]:
         """Return where worker `number` stood still by its last heartbeat, frames with the innermost last."""
         return self._beats[number][0].stack if number in self._beats else []
 
 
-NOTHING = Outlook()
+NOTHING = CallMonitor()
 
 
-def _suspicion_order(worker: SeenWorker) -> tuple[int, int]:
+def _suspicion_sort_key(worker: SeenWorker) -> tuple[int, int]:
     """Order the workers of a run by how much each explains of a standstill, the most first."""
     beat = worker.activity
     kind = 3 if worker.answered else 0 if worker.owes is not None else 1 if beat and not beat.waiting else 2
@@ -269,14 +268,14 @@ class Watch:
 
     def note_heartbeat(self, number: int, beat: Activity, now: float) -> None:
         """Record the heartbeat `beat` of worker `number`, received at time `now`, and the progress that it shows."""
-        self._excuse_pause(now)
+        self._excuse_driver_pause(now)
         self._heard, self._slowest = now, max(self._slowest, now - self._asked.pop(number, now))
         self._beats[number] = beat
         self._moved = max(self._moved, now - beat.seconds)
 
     def note_answer(self, now: float) -> None:
         """Record that a worker answered the call at `now`, which is progress: ranks that waited for it will move."""
-        self._excuse_pause(now)
+        self._excuse_driver_pause(now)
         self._moved = self._heard = now
 
     def seconds_to_wait(self, now: float) -> float:
@@ -285,7 +284,7 @@ class Watch:
         self._due = max(now, due)
         return self._due - now
 
-    def _excuse_pause(self, now: float) -> None:
+    def _excuse_driver_pause(self, now: float) -> None:
         """Shift the times by which hung workers are found by the time in which the driver itself was stopped, before
         `now`."""
         if self._due == inf:  # it has not waited yet
@@ -307,7 +306,7 @@ class Watch:
         A slow member that moves does not hang, nor does one that gets no processor. Where all wait, some for their
         devices, those hang whose device is at work while another rank waits for others.
         """
-        self._excuse_pause(now)
+        self._excuse_driver_pause(now)
         late = now >= self._deadline
         patience = max(BEAT_SECONDS if late else self._silence, SLOWER * self._slowest)
         if now - next(iter(self._asked.values()), inf) >= patience:  # the oldest alone, to skip a pass over all members
@@ -323,15 +322,15 @@ class Watch:
         beats = {number: self._beats[number] for number in pending}
         busy = {number: beat for number, beat in beats.items() if not beat.waiting}
         in_calls = ((n, b) for n, b in busy.items() if b.call)
-        stuck = {n: _describe_place(b) for n, b in in_calls if b.seconds >= NEARLY * self._hang_seconds(b)}
+        stuck = {n: _describe_activity(b) for n, b in in_calls if b.seconds >= NEARLY * self._hang_seconds(b)}
         if stuck:
             return stuck, set(stuck)
         if not busy and now - self._moved >= self._within:
-            working = {n: _describe_place(b) for n, b in beats.items() if b.device and not b.device_waits}
+            working = {n: _describe_activity(b) for n, b in beats.items() if b.device and not b.device_waits}
             if 0 < len(working) < len(beats):
                 return working, set(working)
             if now - self._moved >= self._calm:
-                places = {n: _describe_place(b) for n, b in beats.items()}
+                places = {n: _describe_activity(b) for n, b in beats.items()}
                 return {n: f"all pending ranks wait for each other: {place}" for n, place in places.items()}, set()
         return {}, set()
 
@@ -342,7 +341,7 @@ class Watch:
         return self._within if beat.busy < BUSY else self._calm
 
 
-def _describe_place(beat: Activity) -> str:
+def _describe_activity(beat: Activity) -> str:
     """Describe in a line where a worker's heartbeat shows it to be: the seconds since it moved, the call and the
     section of code, and where its device is if it waits for that."""
     device = f" of its device, in {beat.device} after {beat.completed} waits for others" if beat.device else ""

@@ -14,17 +14,17 @@ from typing import Any
 
 from platform.boundary.refusals import find_refusal, is_stop_signal, refuse_process_end
 from platform.boundary.terminal import escape_terminal_text
-from platform.boundary.world_faults import is_world_fault
-from platform.cluster.crew.crew import Crew, T, arguments_of_rank, call_text
+from platform.boundary.world_faults import is_external_fault
+from platform.cluster.crew.crew import Crew, T, arguments_of_rank, format_call
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
-from platform.cluster.crew.heartbeats import Outlook
-from platform.cluster.crew.job import Job, assign_worker, open_store
+from platform.cluster.crew.heartbeats import CallMonitor
+from platform.cluster.crew.job import Job, assign_worker, open_tcp_store
 from platform.monitor.journal import SeenWorker
 from platform.runtime.progress import PROGRESS
 from platform.train.replies import METHODS
 
 
-class OwnOutlook(Outlook):
+class OwnOutlook(CallMonitor):
     """Outlook of the driver on the worker in its own process, whose heartbeat is read when it is wanted."""
 
     def list_workers(self) -> list[SeenWorker]:
@@ -61,14 +61,14 @@ class InlineCrew(Crew):
         """Give the only worker, in this process, rank 0, and open a TCPStore for its process groups."""
         assert job.world_size == 1 and list(numbers) == [0]
         self.job = job
-        self._rendezvous = open_store("127.0.0.1")
+        self._rendezvous = open_tcp_store("127.0.0.1")
         self.store = self._rendezvous.host, self._rendezvous.port
 
     def call_ranks(self, method: Callable[..., T], *args: Any, within: float = inf) -> list[T]:
         """Run a call of the driver on the worker in this process; raise WorkerFailed, after a traceback, if it
         fails."""
         word = str(method)
-        call = call_text(word, args)
+        call = format_call(word, args)
         self.outlook.begin_call(word, call, {0: 0}, self.members, {0})
         PROGRESS.begin_call(call)
         try:
@@ -81,7 +81,7 @@ class InlineCrew(Crew):
             print(escape_terminal_text(cause), file=sys.stderr, end="")
             name, coordinates = self.job.rank_name(0), self.job.coordinates[0]
             failure = Failure(self._member, "failed", call, cause, 0, name, coordinates)
-            failure = replace(failure, refusal=find_refusal(error), of_world=is_world_fault(error))
+            failure = replace(failure, refusal=find_refusal(error), of_world=is_external_fault(error))
             raise WorkerFailed([failure]) from error
         finally:
             PROGRESS.begin_call("")

@@ -1,8 +1,7 @@
 """Instructions for workers: the job that all of them share, and each one's assignment on its machine.
 
-`open_store` opens the TCPStore in which the workers of a generation meet. `local_tiers` are the tiers of the cluster
-that a node is in, such as zone, rack and switch, as its Ray labels and Slurm report them.
-"""
+`open_tcp_store` opens the TCPStore in which the workers of a generation meet. `local_tiers` are the tiers of the
+cluster that a node is in, such as zone, rack and switch, as its Ray labels and Slurm report them."""
 
 from __future__ import annotations
 
@@ -226,7 +225,7 @@ def preload_torch() -> None:
     import torch.distributed  # noqa: F401
 
 
-def open_store(host: str) -> Any:
+def open_tcp_store(host: str) -> Any:
     """Start a TCPStore server in the driver, at which the workers of a generation meet to form their process groups. It
     listens on `host` alone (by default it would listen on all addresses, and it has no authentication), and answers for
     as long as the returned store lives."""

@@ -18,9 +18,9 @@ def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
 
             return InlineCrew(job)
         case "processes":
-            from platform.cluster.crew.forked_workers import Processes
+            from platform.cluster.crew.forked_workers import ForkLauncher
 
-            return RemoteCrew(Processes(), job, spares)
+            return RemoteCrew(ForkLauncher(), job, spares)
         case "local" | "ray":
             from platform.cluster.crew.ray_actors import RayActors
 

@@ -69,7 +69,7 @@ class Marked:
             self._main.kill()
             self._main.wait()
             self._main = None
-            end_marked_processes(self.directory, max_seconds=_KILL_SECONDS)
+            end_processes_of_directory(self.directory, max_seconds=_KILL_SECONDS)
 
 
 @contextmanager
@@ -91,11 +91,13 @@ def _create_short_directory() -> str:
     return tempfile.mkdtemp(prefix="ray-")
 
 
-def end_marked_processes(directory: str, patience: float = 0.0, max_seconds: float = inf, spared: int = 0) -> None:
-    """Wait until no process started for an embedded Ray's `directory` (see `find_marked_processes`) is left but the one
-    of id `spared`, for at most `max_seconds` seconds; kill the remaining ones after `patience` seconds."""
+def end_processes_of_directory(
+    directory: str, patience: float = 0.0, max_seconds: float = inf, spared: int = 0
+) -> None:
+    """Wait until no process started for an embedded Ray's `directory` (see `find_processes_of_directory`) is left but
+    the one of id `spared`, for at most `max_seconds` seconds; kill the remaining ones after `patience` seconds."""
     begin = time.monotonic()
-    while remaining := [process for process in find_marked_processes(directory) if process != spared]:
+    while remaining := [process for process in find_processes_of_directory(directory) if process != spared]:
         waited = time.monotonic() - begin
         if waited >= max_seconds:
             return
@@ -105,7 +107,7 @@ def end_marked_processes(directory: str, patience: float = 0.0, max_seconds: flo
         time.sleep(_LOOK_SECONDS)
 
 
-def find_marked_processes(directory: str) -> list[int]:
+def find_processes_of_directory(directory: str) -> list[int]:
     """Return the ids of the processes started for an embedded Ray's `directory`, without this process: with
     MARK=`directory` in the environment, or with files open in it, since a process that changes its title overwrites its
     environment, and the mark with it."""
@@ -131,7 +133,7 @@ def main(directory: str) -> None:
     after PATIENCE; remove `directory`."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some schedulers send it to all processes of a job
-    end_marked_processes(directory, 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE, spared=parent)
+    end_processes_of_directory(directory, 0.0 if sys.stdin.buffer.read() == AT_ONCE else PATIENCE, spared=parent)
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -30,7 +30,7 @@ from platform.cluster.crew.failures import Failure, Member, NoPlaces, WorkerFail
 from platform.cluster.crew.forked_workers import ForkServer, order_worker
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, usable_cores
 from platform.cluster.crew.ray_process import close_ray_process, share_ray_process
-from platform.cluster.crew.ray_session import Embedded, Notices, free_nodes, join_cluster, matches_labels
+from platform.cluster.crew.ray_session import DrainWatcher, EmbeddedRay, join_cluster, list_free_nodes, matches_labels
 from platform.cluster.crew.switchboard import Switchboard
 from platform.cluster.crew.worker_host import serve_worker
 from platform.plan.layout import format_count
@@ -82,7 +82,7 @@ class DemandLedger:
         """Initialise a ledger without any run's demand on the autoscaler."""
         self._of: dict[str, tuple[int, Bundle, float]] = {}
 
-    def book_demand(self, run: str, count: int, bundle: Bundle, now: float) -> None:
+    def record_demand(self, run: str, count: int, bundle: Bundle, now: float) -> None:
         """Record that a run needs `count` Ray bundles, in place of its last demand, for LEASE_SECONDS; 0 ends it."""
         self._of[run] = count, bundle, now + LEASE_SECONDS if count else now
 
@@ -101,12 +101,12 @@ class Desk:
         threading.Thread(target=self._drop_expired_demands, daemon=True).start()
 
     def book(self, run: str, count: int, bundle: Bundle) -> int:
-        """Record a run's demand for `count` workers by `DemandLedger.book_demand`; return all runs' bundles."""
+        """Record a run's demand for `count` workers by `DemandLedger.record_demand`; return all runs' bundles."""
         with self._lock:
-            self._ledger.book_demand(run, count, bundle, monotonic())
-        return self._request_total()
+            self._ledger.record_demand(run, count, bundle, monotonic())
+        return self._request_all_bundles()
 
-    def _request_total(self) -> int:
+    def _request_all_bundles(self) -> int:
         """Ask Ray's autoscaler for the bundles that all runs need now, if these have changed; return their number."""
         with self._lock:
             total = self._ledger.total_bundles(monotonic())
@@ -120,7 +120,7 @@ class Desk:
         while True:
             sleep(_RENEW_SECONDS)
             with suppress(Exception):  # Ray does not answer: the next turn tries again
-                if not self._request_total():
+                if not self._request_all_bundles():
                     os._exit(0)
 
 
@@ -153,7 +153,7 @@ class Demand:
             with suppress(Exception):
                 import ray
 
-                ray.get(self._find_desk().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
+                ray.get(self._find_demand_actor().book.remote(self._run, 0, self._bundle), timeout=_RENEW_SECONDS)
 
     def _renew_demand(self) -> None:
         """Send the Ray actor of all demands the number of workers that this run wants, smoothed by `Hysteresis`, every
@@ -161,14 +161,14 @@ class Demand:
         while True:
             try:
                 count = self._hysteresis.follow_demand(self._count(), monotonic())
-                self._find_desk().book.remote(self._run, count, self._bundle)
+                self._find_demand_actor().book.remote(self._run, count, self._bundle)
             except Exception as error:  # the cluster's head is restarting, or gone: the crew finds that out by itself
                 _LOG.debug("the autoscaler is not asked: %s", error)
             if self._closed.wait(_RENEW_SECONDS):
                 return
 
     @staticmethod
-    def _find_desk() -> Any:
+    def _find_demand_actor() -> Any:
         """Return the Ray cluster's `Desk`, the actor that takes all runs' demands, started if there is none."""
         import ray
 
@@ -285,8 +285,8 @@ class ActorHost:
         self._actors: dict[int, Any] = {}  # actors not killed yet, by member number
         self._serving: dict[int, Any] = {}  # each actor's running `serve` call
         self._crowd = 0  # most initial members on one machine; 0 before the start
-        self._notices: Notices | None = None
-        self._ray: Embedded | None = None
+        self._notices: DrainWatcher | None = None
+        self._ray: EmbeddedRay | None = None
         self._path = ""
         self._demand: Demand | None = None  # on the autoscaler
 
@@ -309,7 +309,7 @@ class ActorHost:
         node, the address of the control store, and the path at which actors order workers, "" for none."""
         if embedded:
             growth = max(0, job.config.elastic.max_workers - job.world_size)
-            self._ray = Embedded(max(size, job.world_size) + growth, gpus=job.device == "cuda")
+            self._ray = EmbeddedRay(max(size, job.world_size) + growth, gpus=job.device == "cuda")
             self._path = f"{self._ray.directory}/forks"
         else:
             join_cluster(job.config.cluster)
@@ -317,7 +317,7 @@ class ActorHost:
                 self._demand = Demand(_job_bundle(job), lambda: len(self._actors) or size)
         import ray
 
-        self._notices = Notices(lambda nodes: self._send("leaving", nodes))
+        self._notices = DrainWatcher(lambda nodes: self._send("leaving", nodes))
         context = ray.get_runtime_context()
         host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
         return host, context.get_node_id(), context.gcs_address, self._path
@@ -348,7 +348,7 @@ class ActorHost:
         start in time, all are killed and placed anew, and none waits in a place that another run lacks."""
         import ray
 
-        size, deadline = len(numbers), monotonic() + _longest_wait(job)
+        size, deadline = len(numbers), monotonic() + _max_start_seconds(job)
         for attempt in count():
             actors = [_create_actor(job, node) for node in _choose_nodes(job, size)]
             self._actors = dict(zip(numbers, actors, strict=True))
@@ -359,7 +359,9 @@ class ActorHost:
             for number in numbers:
                 self.kill_worker(number)
             if monotonic() >= deadline:
-                raise NoPlaces(f"waited {_longest_wait(job):.0f} s for Ray to start {format_count(size, 'worker')}")
+                raise NoPlaces(
+                    f"waited {_max_start_seconds(job):.0f} s for Ray to start {format_count(size, 'worker')}"
+                )
             _LOG.info("%s did not start in %.0f s: placed anew", format_count(size, "worker"), patience)
         raise AssertionError
 
@@ -380,9 +382,9 @@ class ActorHost:
         number = assignment.number
         self._actors[number] = actor
         self._serving[number] = serving = actor.serve.remote(assignment, address, token, self._path)
-        serving.future().add_done_callback(partial(self._note_end, number))
+        serving.future().add_done_callback(partial(self._report_actor_end, number))
 
-    def _note_end(self, number: int, ending: Future[str]) -> None:
+    def _report_actor_end(self, number: int, ending: Future[str]) -> None:
         """Send news of how a worker's actor ended, as Ray says of its `serve` call, in a thread of Ray's."""
         from ray.exceptions import RayActorError
 
@@ -465,7 +467,7 @@ def _choose_nodes(job: Job, size: int) -> list[str]:
     bundle, strategy = _job_bundle(job), job.config.cluster.placement.upper()
     labels = bundle.labels
     if strategy == "PACK":
-        nodes = [node for node in free_nodes(bundle.needs) if matches_labels(labels, node[0])]
+        nodes = [node for node in list_free_nodes(bundle.needs) if matches_labels(labels, node[0])]
         labels = find_smallest_tier(job.config.cluster.tiers, nodes, size) | labels
     chosen: dict[str, Any] = {"bundle_label_selector": [labels] * size} if labels else {}
     group = placement_group([bundle.needs] * size, strategy=strategy, **chosen)
@@ -496,7 +498,7 @@ def find_smallest_tier(tiers: list[str], nodes: Sequence[tuple[Mapping[str, str]
     return {}
 
 
-def _longest_wait(job: Job) -> float:
+def _max_start_seconds(job: Job) -> float:
     """Return the seconds that a run waits for Ray to start its initial workers."""
     return max(job.config.elastic.wait, job.config.cluster.wait, _PLACEMENT_SECONDS)
 
@@ -505,7 +507,7 @@ def _await_workers(job: Job, ready: Callable[[float], int], size: int) -> None:
     """Wait for Ray to start `size` workers of `job`: poll `ready` (seconds to wait -> how many are ready) until `size`
     are. A busy machine is slow at this, and nodes come and go, so waiting is no error. Raises NoPlaces after the
     longest of `elastic.wait`, `cluster.wait` and _PLACEMENT_SECONDS."""
-    wait = _longest_wait(job)
+    wait = _max_start_seconds(job)
     deadline = monotonic() + wait
     while (ready_count := ready(min(_TURN_SECONDS, max(0.0, deadline - monotonic())))) < size:
         bundle, cluster = _job_bundle(job), job.config.cluster

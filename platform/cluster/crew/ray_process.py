@@ -126,7 +126,7 @@ class RayProcess:
     def watch_cluster(self, address: str) -> None:
         """Look for signs of life of the joined cluster's control store from now on: `lost` says if there were none for
         half of the time after which Ray ends the cluster's processes."""
-        threading.Thread(target=self._look_for_life, args=(address,), name="ray", daemon=True).start()
+        threading.Thread(target=self._watch_control_store, args=(address,), name="ray", daemon=True).start()
 
     def close(self, *, polite: bool = True) -> None:
         """End the process, and what the run has of Ray, within bounds of time. May be called again."""
@@ -157,15 +157,15 @@ class RayProcess:
                     _LOG.log(*values)
                     continue
                 with self._changed:
-                    self._note(word, *values)
+                    self._note_message(word, *values)
                     self._changed.notify_all()
         except Exception:  # its end, as a rule
             self._process.kill()
             status = self._process.wait()
             if not self._closed.is_set():
-                self._lose(f"the process that speaks to Ray has ended (status {status}{self._last_words()})")
+                self._mark_lost(f"the process that speaks to Ray has ended (status {status}{self._last_error_line()})")
 
-    def _note(self, word: str, *values: Any) -> None:
+    def _note_message(self, word: str, *values: Any) -> None:
         """Note one message of the process: an answer, the leaving nodes, or an actor's end."""
         match word, values:
             case "answer", (number, value):
@@ -177,14 +177,14 @@ class RayProcess:
             case "ended", (number, text):
                 self.exits[number] = text
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         """Return the line in which Ray's C++ code said why it ended the process, with a colon; "" if there is none."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").splitlines()
         fatal = [line.rpartition(" C  ")[2] or line for line in lines if "Check failed" in line or " C " in line]
         return f": {escape_unprintable(' '.join(fatal[0].split())[:SHOWN])}" if fatal else ""
 
-    def _look_for_life(self, address: str) -> None:
+    def _watch_control_store(self, address: str) -> None:
         """Say when the cluster's control store falls silent and when it is back; end with `lost` if it stays silent."""
         limit = 30.0
         with suppress(ValueError):
@@ -199,9 +199,9 @@ class RayProcess:
                 _LOG.info("Ray at %s answers again after %.0f s", address, monotonic() - since)
             since = (began if since is None else since) if silence else None
             if since is not None and monotonic() - since > limit:
-                self._lose(f"Ray at {address} gives no sign of life for {monotonic() - since:.0f} s ({silence})")
+                self._mark_lost(f"Ray at {address} gives no sign of life for {monotonic() - since:.0f} s ({silence})")
 
-    def _lose(self, reason: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         """Note why Ray is of no use any more, and wake who waits for it."""
         with self._changed:
             self.lost = self.lost or reason

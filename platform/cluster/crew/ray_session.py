@@ -30,7 +30,7 @@ _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray uses the loopback ad
 _OBJECT_STORE_BYTES = 100 << 20  # small: no tensor goes through it, and workers need the shared memory
 
 
-class Embedded:
+class EmbeddedRay:
     """Private Ray instance on this machine with room for `size` workers, but on `gpus` for no more than there are GPUs.
     It joins no other cluster, reports no usage statistics, and leaves no process or file behind when this process ends,
     however it ends. `directory`: folder of its files, and of others to be removed with it; only this user can read
@@ -43,7 +43,7 @@ class Embedded:
             try:
                 return self._start_ray(size, gpus)
             except Exception as error:
-                if attempt == _ATTEMPTS or not _is_too_slow(error):
+                if attempt == _ATTEMPTS or not _is_startup_timeout(error):
                     raise
                 again = f"once more, {attempt + 1} of {_ATTEMPTS}"
                 _LOG.warning("ray: it did not start in its own time (a busy machine?); %s", again)
@@ -81,7 +81,7 @@ class Embedded:
         self._opened.close()
 
 
-def _is_too_slow(error: Exception) -> bool:
+def _is_startup_timeout(error: Exception) -> bool:
     """Return True if Ray gave up on processes of its own that were too slow, for which it has no exception type."""
     said = str(error).lower()
     return isinstance(error, TimeoutError) or any(words in said for words in ("timed out", "failed to start"))
@@ -121,7 +121,7 @@ def join_cluster(cluster: Cluster) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS", "auto")
-    job_environment = job_config().get("runtime_env") or {}
+    job_environment = ray_job_config().get("runtime_env") or {}
     environment = build_runtime_env(cluster.runtime_env, job_environment, installed=_is_installed())
     try:
         ray.runtime_env.RuntimeEnv(**environment)
@@ -167,8 +167,8 @@ def free_resources(labels: Mapping[str, str]) -> dict[str, float]:
     return {name: min(amount, sum(node.get(name, 0.0) for node in fitting)) for name, amount in free.items()}
 
 
-def matches_labels(labels: Mapping[str, str], of_node: Mapping[str, str]) -> bool:
-    """Return True if Ray's label selectors choose a node with the labels `open_node_snapshot`: name -> value, !value,
+def matches_labels(labels: Mapping[str, str], node_labels: Mapping[str, str]) -> bool:
+    """Return True if Ray's label selectors choose a node with the labels `node_labels`: name -> value, !value,
     in(a,b) or !in(a,b), as Ray reads them.
 
     >>> matches_labels({"zone": "!in(a,b)", "gpu": "H100"}, {"zone": "c", "gpu": "H100"})
@@ -178,12 +178,12 @@ def matches_labels(labels: Mapping[str, str], of_node: Mapping[str, str]) -> boo
         accepted = selector.removeprefix("!")
         listed = re.fullmatch(r"in\((.*)\)", accepted)
         values = [value.strip() for value in listed[1].split(",")] if listed else [accepted]
-        if (of_node.get(name) in values) == selector.startswith("!"):
+        if (node_labels.get(name) in values) == selector.startswith("!"):
             return False
     return True
 
 
-def free_nodes(needs: Mapping[str, float]) -> list[tuple[dict[str, str], int]]:
+def list_free_nodes(needs: Mapping[str, float]) -> list[tuple[dict[str, str], int]]:
     """Return the labels of every node of the joined Ray cluster, and how many times it has the resources `needs` free
     now; [] if this version of Ray cannot say: it has no public function for a node's free resources."""
     import ray
@@ -237,7 +237,7 @@ def build_runtime_env(asked: Mapping[str, Any], job: Mapping[str, Any], *, insta
     return environment | ({"env_vars": variables} if variables else {})
 
 
-def job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def ray_job_config(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the configuration of the Ray job whose entry point has this environment; {} if there is none."""
     with suppress(ValueError):
         return dict(json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")))
@@ -249,7 +249,7 @@ def _is_installed() -> bool:
     return "_platform_startup" in sys.modules
 
 
-class Notices:
+class DrainWatcher:
     """Watches the joined Ray cluster for draining nodes, in a thread."""
 
     def __init__(self, send: Callable[[frozenset[str]], None]) -> None:

@@ -16,13 +16,13 @@ from platform.boundary.schema import Malformed
 from platform.boundary.terminal import show_phase
 from platform.cluster.crew import channel, job
 from platform.cluster.crew.channel import Abort, Answer, Ask, Beat, Call, Dump, Dumped, Hello, Raised, Said, encode_json
-from platform.cluster.crew.crew import ByRank, Crew, Launcher, T, Worker, arguments_of_rank, call_text
+from platform.cluster.crew.crew import ByRank, Crew, Launcher, T, Worker, arguments_of_rank, format_call
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
-from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, Outlook, Watch
-from platform.cluster.crew.job import START, Job, open_store
+from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, CallMonitor, Watch
+from platform.cluster.crew.job import START, Job, open_tcp_store
 from platform.cluster.crew.switchboard import Switchboard
 from platform.train import replies
-from platform.train.replies import prepare_dump_folder, write_summary
+from platform.train.replies import prepare_dump_folder, write_dump_summary
 
 _CUT_OFF = "its connection is closed"
 _ENDING_SECONDS = 2.0  # for a process to end after its connection has closed
@@ -65,7 +65,7 @@ class Roster:
                 self.poll_messages(_LOOK_SECONDS)
                 if self.unstarted:
                     raise WorkerFailed(self.unstarted)
-            self._launcher.note_all_ready()
+            self._launcher.clean_up_after_start()
 
     def hire_workers(self, count: int) -> None:
         """Start `count` more worker processes, under new member numbers, without waiting until they are ready."""
@@ -100,7 +100,7 @@ class Roster:
                     self.came = self.came or monotonic()
                     self._greeted[number] = Member(number, message.node, message.pid, tuple(message.tiers))
                 case Answer(answer=call) | Raised(answer=call) if call == START:
-                    self._book_start(number, message)
+                    self._record_start_outcome(number, message)
                 case _:
                     said.append((number, message))
         if self.starting and monotonic() > self._looked + _LOOK_SECONDS:
@@ -110,11 +110,11 @@ class Roster:
             self._looked = monotonic()
         return said
 
-    def _book_start(self, number: int, message: Said) -> None:
+    def _record_start_outcome(self, number: int, message: Said) -> None:
         """Record that a starting member is ready or, if `message` is Raised, that constructing its worker failed."""
         self.starting.discard(number)
         if isinstance(message, Raised):
-            self._book_unstarted(number, "failed", message.error)
+            self._record_failed_start(number, "failed", message.error)
             self.dispose_member(number)
         else:
             self.ready[number] = self._greeted[number]
@@ -124,10 +124,10 @@ class Roster:
         self.deaths[number] = cause or _CUT_OFF
         if number in self.starting:
             self.starting.remove(number)
-            self._book_unstarted(number, "died", self.deaths[number])
+            self._record_failed_start(number, "died", self.deaths[number])
         self.dispose_member(number)
 
-    def _book_unstarted(self, number: int, kind: str, cause: str) -> None:
+    def _record_failed_start(self, number: int, kind: str, cause: str) -> None:
         """Record the failure of a worker process that never got ready. `kind`: died | failed."""
         member, log = self.find_member(number), self.log_path(number)
         self.unstarted.append(Failure(member, kind, "start()", cause, name=f"worker{number}", log=log))
@@ -169,7 +169,7 @@ class RemoteCrew(Crew):
         """Start a worker process per rank of `job` and `spares` more (fewer if negative) by `launcher`, and wait until
         all are ready; close the crew if that fails. Raises WorkerFailed."""
         self.job, self.can_hire, self._launcher = job, launcher.can_hire, launcher
-        self._silence, self.outlook = job.config.elastic.hang_seconds, Outlook()
+        self._silence, self.outlook = job.config.elastic.hang_seconds, CallMonitor()
         self._roster = Roster(launcher, job)
         self.unstarted = self._roster.unstarted
         self._ranks: dict[int, int] = {}  # member number -> rank, in order
@@ -224,13 +224,13 @@ class RemoteCrew(Crew):
         self._ranks = {number: rank for rank, number in enumerate(numbers)}
         for number in self._ranks.keys() - self._roster.ready.keys():
             self._roster.deaths[number] = "it was gone before the generation began"
-        self._rendezvous = open_store(self._roster.host)
+        self._rendezvous = open_tcp_store(self._roster.host)
         self.store = self._rendezvous.host, self._rendezvous.port
 
     def call_ranks(self, method: Callable[..., T], *args: Any, within: float = inf) -> list[T]:
-        self._end_following()
+        self._end_step_following()
         self._send_call(word := str(method), args)
-        values = self._gather_results(word, call_text(word, args), within, self._ranks)
+        values = self._gather_results(word, format_call(word, args), within, self._ranks)
         return [values[number] for number in self._ranks]
 
     def lead_step(self, step: int, *args: Any, within: float = inf) -> Any:
@@ -244,9 +244,9 @@ class RemoteCrew(Crew):
             self._followed = self._oldest = self._call
         self._roster.send_message([first], self._next_call(Worker.lead, (step, *args)))
         word = str(Worker.step)
-        return self._gather_results(word, call_text(word, (step,)), within, [first])[first]
+        return self._gather_results(word, format_call(word, (step,)), within, [first])[first]
 
-    def _end_following(self) -> None:
+    def _end_step_following(self) -> None:
         """Order rank 0 to end `Worker.follow` on the other ranks, if they are in it, so that they take calls again."""
         if self._followed:
             self._roster.send_message([next(iter(self._ranks))], self._next_call(Worker.let_go))
@@ -295,7 +295,7 @@ class RemoteCrew(Crew):
         polite, self._polite = self._polite, False
         try:
             if polite:
-                self._end_following()
+                self._end_step_following()
                 ready = set(self._roster.ready)
                 self._roster.send_message(ready, self._next_call(Worker.close))
                 polite = self._collect_answers(ready, CLOSE_SECONDS).keys() == ready and not self._roster.starting
@@ -332,7 +332,7 @@ class RemoteCrew(Crew):
 
     def _gather_results(self, method: str, call: str, within: float, answering: Collection[int]) -> dict[int, Any]:
         """Collect the results of the call just sent from the members `answering`, by number. `call`: the call as
-        `call_text` formats it. Raises WorkerFailed if any seated member dies, makes no progress for `within` seconds,
+        `format_call` formats it. Raises WorkerFailed if any seated member dies, makes no progress for `within` seconds,
         or raises; in the last case only after SUSPENSE_SECONDS, so that a likelier culprit is heard too."""
         values: dict[int, Any] = {}
         failures, roster = self._failures, self._roster
@@ -346,7 +346,7 @@ class RemoteCrew(Crew):
                     failures[number] = self._build_failure(number, "died", call, gone[number])
                 hung, self._hung = watch.find_hung(pending, monotonic())
                 if hung:
-                    self._dumped = self._dump_workers(call, pending - watch.silent_workers)
+                    self._dumped = self._dump_worker_stacks(call, pending - watch.silent_workers)
                 failures |= {number: self._build_failure(number, "hung", call, cause) for number, cause in hung.items()}
                 if hung or gone or monotonic() >= deadline:
                     raise WorkerFailed(list(failures.values()))
@@ -420,12 +420,15 @@ class RemoteCrew(Crew):
         """Return the failure of the seated worker `number` in `call`, with its rank, readable name and log file."""
         rank, member = self._ranks[number], self._roster.find_member(number)
         name, coordinates = self.job.rank_name(rank), dict(self.job.coordinates[rank])
-        seen, stack = self.outlook.describe_witnesses(number), self.outlook.last_stack(number) if kind == "hung" else []
+        seen, stack = (
+            self.outlook.describe_other_workers(number),
+            self.outlook.last_stack(number) if kind == "hung" else [],
+        )
         log = self._roster.log_path(number)
         dump = self._dumped if kind == "hung" else None
         return Failure(member, kind, call, cause, rank, name, coordinates, log, seen=seen, stack=stack, dump=dump)
 
-    def _dump_workers(self, call: str, numbers: Set[int]) -> Path | None:
+    def _dump_worker_stacks(self, call: str, numbers: Set[int]) -> Path | None:
         """Let the workers `numbers`, which still answer, write where they stand in a call that does not go on; return
         the folder, None if there is nothing in it."""
         if not self.job.config.monitor.dump:
@@ -440,4 +443,4 @@ class RemoteCrew(Crew):
                 else:
                     self._unread.append((number, message))
         names = {rank: self.job.rank_name(rank) for rank in self._ranks.values()}
-        return folder if write_summary(folder, names) else None
+        return folder if write_dump_summary(folder, names) else None

@@ -58,7 +58,7 @@ class StopSignals:
         """Hold the first stop signal from now on, so no work is lost, until `raise_if_requested` raises it."""
         self._deferred = True
 
-    def note_end_status(self, status: int) -> None:
+    def exit_on_second_signal(self, status: int) -> None:
         """Ignore a first stop signal while the run's end is reported; let a second one exit at once with `status`."""
         self._status = status
 

@@ -1,5 +1,5 @@
 """Driver's end of the control channel: one thread, one selector, and a connection to every worker process.
-`allow_many_files` raises the file descriptor limit of a process, which bounds the number of these connections."""
+`raise_open_file_limit` raises the file descriptor limit of a process, which bounds the number of these connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_MEMBER = 3  # descriptors: its control connection, its connection to the TCP
 OWN = 128  # descriptors of the driver itself: libraries, logs, checkpoints
 
 
-def allow_many_files() -> int:
+def raise_open_file_limit() -> int:
     """Raise this process's soft limit on open files (RLIMIT_NOFILE), usually 1024, to its hard limit or MANY, whichever
     is less, so that it can hold a connection to every worker.
 
@@ -38,7 +38,7 @@ def allow_many_files() -> int:
 
 def lack_of_files(members: int) -> str:
     """Raise the driver's limit on open files; return why it is too low for `members` workers, "" if it is not."""
-    needed, limit = PER_MEMBER * members + OWN, allow_many_files()
+    needed, limit = PER_MEMBER * members + OWN, raise_open_file_limit()
     if limit >= needed:
         return ""
     return f"{members} workers need {needed} open files in the driver, and the hard limit (ulimit -Hn) is {limit}"
@@ -75,7 +75,7 @@ class Switchboard:
     def __init__(self, host: str, key: str = ""):
         """Listen for worker processes on `host`, at a free port. `key`: secret from which the members' tokens are
         derived; "" = a fresh random one."""
-        self._files = allow_many_files()
+        self._files = raise_open_file_limit()
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -121,7 +121,7 @@ class Switchboard:
                         self._write_queued(connection)
                     if ready & selectors.EVENT_READ:
                         self._read_connection(connection)
-            self._drop_silent_strangers()
+            self._drop_stale_unauthenticated()
             if self._events or monotonic() >= deadline:
                 events, self._events = list(self._events), deque()
                 return events
@@ -161,7 +161,7 @@ class Switchboard:
             except BlockingIOError:  # backlog empty
                 return
             except OSError as error:  # no descriptor, or the peer has already disconnected
-                if error.errno in _NO_ROOM and not self._drop_oldest_stranger():
+                if error.errno in _NO_ROOM and not self._drop_oldest_unauthenticated():
                     return self._pause_accepting()
                 continue
             connection = _Connection(accepted)
@@ -176,14 +176,14 @@ class Switchboard:
             connection.outgoing.append(memoryview(encode_message(channel.Challenge(connection.challenge))))
             self._write_queued(connection)
             if len(self._strangers) > self._most_strangers():
-                self._drop_oldest_stranger()
+                self._drop_oldest_unauthenticated()
 
     def _most_strangers(self) -> int:
         """Return how many unauthenticated connections the driver may have open, leaving descriptors for all workers."""
         members = len(self._members) + len(self.expected)
         return max(_FEW_STRANGERS, min(_STRANGERS, self._files - OWN - PER_MEMBER * members))
 
-    def _drop_oldest_stranger(self) -> bool:
+    def _drop_oldest_unauthenticated(self) -> bool:
         """Close the driver's oldest unauthenticated connection, to make room for one; return False without any."""
         if self._strangers:
             self._refuse_stranger(next(iter(self._strangers)))
@@ -195,7 +195,7 @@ class Switchboard:
         self._selector.unregister(self._listener)
         self._accept_from = monotonic() + _REST_SECONDS
 
-    def _drop_silent_strangers(self) -> None:
+    def _drop_stale_unauthenticated(self) -> None:
         """Close connections to the driver whose peer has not authenticated within _GREETING_SECONDS."""
         while self._strangers:
             oldest, since = next(iter(self._strangers.items()))
@@ -222,7 +222,7 @@ class Switchboard:
             if connection.number is None:
                 return self._refuse_stranger(connection)
         if not data:
-            self._lose_connection(connection)
+            self._report_lost_connection(connection)
 
     def _take_message(self, connection: _Connection, message: dict[str, Any]) -> None:
         """Admit a peer by its first message; queue a worker's message for `poll_events`. Raises Garbled."""
@@ -264,13 +264,13 @@ class Switchboard:
         except BlockingIOError:
             pass
         except OSError:
-            return self._lose_connection(connection)
+            return self._report_lost_connection(connection)
         if bool(outgoing) != connection.writing:
             connection.writing = bool(outgoing)
             write = selectors.EVENT_WRITE if outgoing else 0
             self._selector.modify(connection.socket, selectors.EVENT_READ | write, connection)
 
-    def _lose_connection(self, connection: _Connection) -> None:
+    def _report_lost_connection(self, connection: _Connection) -> None:
         """Close a worker's connection that its peer has closed or that failed; let `poll_events` report the loss."""
         if connection.number is not None:
             self._events.append((connection.number, None))

@@ -30,7 +30,7 @@ from platform.boundary.interrupts import ENDING
 from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, Span
 from platform.cluster.crew import channel
-from platform.cluster.crew.channel import dial_driver, encode_json
+from platform.cluster.crew.channel import connect_to_driver, encode_json
 from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, single_gpu_environment
 from platform.cluster.crew.switchboard import Switchboard
@@ -71,11 +71,11 @@ def follow_driver(run_dir: Path) -> None:
     for number in ENDING:  # torchrun signals all processes; the driver decides, and needs its workers to save
         signal.signal(number, signal.SIG_IGN)
     rank = int(os.environ["RANK"])
-    token = channel.member_token(_find_key(run_dir), driver.session, rank)
+    token = channel.member_token(_find_secret_key(run_dir), driver.session, rank)
     _serve_member(driver.address, token, rank, own_process=True)
 
 
-def release_followers() -> None:
+def release_waiting_workers() -> None:
     """Release the processes that wait in `follow_driver` if the driver, about to end, has not published its address."""
     store = _connect_store()
     if not store.check([_DRIVER]):
@@ -112,11 +112,11 @@ class Torchrun(Launcher):
         self.key = read_environment_key()
         if not self.key:
             self.key = channel.new_nonce()
-            _write_key(self.key, file := job.run_dir / _FILE)
+            _write_secret_key(self.key, file := job.run_dir / _FILE)
             self._file = file
         return "127.0.0.1" if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] else os.environ["MASTER_ADDR"]
 
-    def note_all_ready(self) -> None:
+    def clean_up_after_start(self) -> None:
         """Remove the file with the run's secret key, once all processes under torchrun have dialled in."""
         if self._file:
             self._file.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class Torchrun(Launcher):
 
     def end_workers(self, polite: bool) -> None:
         """Remove the secret key's file and, if `polite`, wait briefly for the end of member 0's thread."""
-        self.note_all_ready()
+        self.clean_up_after_start()
         if polite:
             self._own.join(_THREAD_SECONDS)
 
@@ -154,7 +154,7 @@ class Torchrun(Launcher):
 def _serve_member(address: tuple[str, int], token: str, number: int, *, own_process: bool) -> None:
     """Dial the driver at `address` as member `number` with its secret `token`, and serve the worker that the driver's
     welcome describes, as an Assignment, until the driver closes the connection."""
-    line = dial_driver(address, token, number, tiers=local_tiers([], {}))
+    line = connect_to_driver(address, token, number, tiers=local_tiers([], {}))
     assignment = schema.parse_value(Assignment, line.payload)
     if assignment.device == "cuda":
         os.environ.update(single_gpu_environment(int(os.environ["LOCAL_RANK"])))
@@ -172,7 +172,7 @@ def _parse_driver_entry(data: bytes) -> _Driver | None:
         raise PermissionError("torchrun's store holds what no driver writes: somebody else uses it") from None
 
 
-def _write_key(key: str, file: Path) -> None:
+def _write_secret_key(key: str, file: Path) -> None:
     """Write the run's secret key to a new file that only this user can read, for the other processes that torchrun
     started. Raises FileExistsError if another process creates the file meanwhile."""
     file.unlink(missing_ok=True)  # left by a driver that was killed
@@ -181,7 +181,7 @@ def _write_key(key: str, file: Path) -> None:
         key_file.write(key)
 
 
-def _find_key(run_dir: Path) -> str:
+def _find_secret_key(run_dir: Path) -> str:
     """Return the run's secret key, from which the tokens of the workers are derived: from PLATFORM_SECRET, else from
     the file in `run_dir` that the driver writes. Raises ConfigError if neither has it within _KEY_SECONDS."""
     if key := read_environment_key():
@@ -189,7 +189,7 @@ def _find_key(run_dir: Path) -> str:
     deadline = monotonic() + _KEY_SECONDS
     while True:
         try:
-            return _read_key(run_dir / _FILE)
+            return _read_secret_key(run_dir / _FILE)
         except (OSError, ValueError) as error:
             if monotonic() > deadline:
                 constraint = f"the driver's secret cannot be read there ({error}); all nodes must see the same"
@@ -197,7 +197,7 @@ def _find_key(run_dir: Path) -> str:
         sleep(0.2)
 
 
-def _read_key(file: Path) -> str:
+def _read_secret_key(file: Path) -> str:
     """Read the run's secret key from the file that the driver wrote. Raises OSError; ValueError if other users could
     have written the file or it is incomplete."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -25,12 +25,12 @@ from platform.boundary.documents import error_line
 from platform.boundary.redaction import Shield, register_secrets
 from platform.boundary.refusals import find_refusal, is_stop_signal
 from platform.boundary.terminal import escape_terminal_text
-from platform.boundary.world_faults import is_world_fault
+from platform.boundary.world_faults import is_external_fault
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import Abort, Ask, Beat, Call, Dump, Dumped, Line, Order, Raised, encode_message
-from platform.cluster.crew.crew import call_text
+from platform.cluster.crew.crew import format_call
 from platform.cluster.crew.job import START, Assignment
-from platform.cluster.crew.switchboard import allow_many_files
+from platform.cluster.crew.switchboard import raise_open_file_limit
 from platform.runtime.progress import PROGRESS
 from platform.train.replies import METHODS
 
@@ -91,7 +91,7 @@ def serve_worker(assignment: Assignment, address: tuple[str, int], token: str, *
         bind_near_gpu()  # before there are threads, which inherit it
     if assignment.log:
         _redirect_output(assignment.log, f"[worker{assignment.number} {gethostname()}] ")
-    line = channel.dial_driver(address, token, assignment.number, assignment.node, assignment.tiers)
+    line = channel.connect_to_driver(address, token, assignment.number, assignment.node, assignment.tiers)
     serve_connection(assignment, line, own_process=own_process)
 
 
@@ -101,7 +101,7 @@ def serve_connection(assignment: Assignment, line: Line, *, own_process: bool) -
     network interface for gloo, it is the one that leads to the driver."""
     register_secrets(assignment.secrets)
     if own_process:
-        allow_many_files()  # connections to other ranks: to hundreds in a restore, to all of them with gloo alone
+        raise_open_file_limit()  # connections to other ranks: to hundreds in a restore, to all of them with gloo alone
     # gloo would take the one of the machine's name, which may be loopback
     if interface := channel.find_interface(line.local_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -138,7 +138,7 @@ class _Host:
         threading.Thread(target=self._read_orders, name="control", daemon=True).start()
         self._execute_call(START, "start()", self._construct_worker)
         while call := self._calls.get():
-            self._execute_call(call.call, call_text(call.method, call.args), lambda: self._run_method(call))  # noqa: B023
+            self._execute_call(call.call, format_call(call.method, call.args), lambda: self._run_method(call))  # noqa: B023
 
     def _construct_worker(self) -> None:
         """Construct the worker that the assignment describes, and exempt present objects from garbage collection."""
@@ -161,7 +161,7 @@ class _Host:
             if is_stop_signal(error):
                 raise
             cause = traceback.format_exc().encode(errors="backslashreplace").decode()[-schema.LONGEST :]
-            refusal, of_world = find_refusal(error)[: schema.LONGEST], is_world_fault(error)
+            refusal, of_world = find_refusal(error)[: schema.LONGEST], is_external_fault(error)
         if cause:  # after the except block: within it the failed frames are alive, and keep groups open
             self._leave_groups()
             print(escape_terminal_text(cause), file=sys.stderr, end="")  # into the log file as well
@@ -240,18 +240,18 @@ def _redirect_output(path: str, name: str) -> None:
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
-    writers = (io.BufferedWriter(_Named(n, name)) for n in (1, 2))
+    writers = (io.BufferedWriter(_PrefixedOutput(n, name)) for n in (1, 2))
     sys.stdout, sys.stderr = (Shield(io.TextIOWrapper(w, "utf-8", "replace", line_buffering=True)) for w in writers)
 
 
-class _Named(io.FileIO):
+class _PrefixedOutput(io.FileIO):
     """Raw file, of a worker's output, that begins every line with a name, accepts every write, and drops silently what
     cannot be written."""
 
-    def __init__(self, number: int, name: str):
-        """Open a worker's output file by its descriptor `number`; each line written begins with `name`."""
-        super().__init__(number, "w", closefd=False)
-        self._prefix, self._begins = name.encode(errors="replace"), True
+    def __init__(self, descriptor: int, prefix: str):
+        """Open a worker's output file by its descriptor `descriptor`; each line written begins with `prefix`."""
+        super().__init__(descriptor, "w", closefd=False)
+        self._prefix, self._begins = prefix.encode(errors="replace"), True
 
     def write(self, data: Any) -> int:
         """Write `data` with the worker's name before every line; return its length even if it could not be written."""

@@ -68,28 +68,30 @@ def _send_numbers(arguments: argparse.Namespace) -> int:
     config = _read_configuration(directory)
     for name in arguments.sinks:
         try:
-            _send_remaining(SinkRun(directory, config, _resolve_keys(config["monitor"])), name, arguments.all)
+            _send_remaining(SinkRun(directory, config, _resolve_monitor_keys(config["monitor"])), name, arguments.all)
         except Exception as error:  # of any package
             raise ServiceFailed(f"{SINKS[name].title}: {type(error).__name__}: {error}") from error
     return DONE
 
 
-def _send_remaining(run: SinkRun, name: str, every: bool) -> None:
-    """Send a service the rest of a run, without alerts, and print where it is; `every`: also the steps that would be
-    kept back."""
+def _send_remaining(run: SinkRun, name: str, includes_held_steps: bool) -> None:
+    """Send a service the rest of a run, without alerts, and print where it is; `includes_held_steps`: also the steps
+    that would be kept back."""
     say = partial(print, f"{SINKS[name].title}:", flush=True)
     with lock_service(run.directory, name, say):
         follower = Follower(name, run, SINKS[name].open, alerts=False)
         say(follower.sink.where)
-        if every:
+        if includes_held_steps:
             follower.finalize_all_steps()
         follower.catch_up()
-        if follower.held_steps:
-            say(f"the newest {format_count(follower.held_steps, 'step')} may be trained again: --all sends them now")
+        if follower.num_held_steps:
+            say(
+                f"the newest {format_count(follower.num_held_steps, 'step')} may be trained again: --all sends them now"
+            )
         follower.close(follower.status)
 
 
-def _resolve_keys(values: dict[str, Any]) -> dict[str, Any]:
+def _resolve_monitor_keys(values: dict[str, Any]) -> dict[str, Any]:
     """Return the run's keys of the group monitor with references such as ${oc.env:NAME} resolved, if all can be."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -147,13 +149,13 @@ def _lower_priority() -> None:
         os.nice(_NICE)
         return
     for process, threads in _walk_process_tree(os.getpid()):
-        _lower_session(process)
+        _lower_session_priority(process)
         for thread in threads:
             with suppress(OSError):  # it has ended
                 os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
-def _lower_session(process: int) -> None:
+def _lower_session_priority(process: int) -> None:
     """Lower a process's session, as Linux shares processors between sessions first, and W&B's process has its own."""
     for _ in range(_TRIES):
         try:

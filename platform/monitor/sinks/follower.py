@@ -19,31 +19,31 @@ from platform.boundary.local_files import replace_text
 from platform.boundary.schema import Malformed
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
-from platform.monitor.metrics import numbers_by_name, read_row
+from platform.monitor.metrics import numbers_by_name, validate_row
 from platform.monitor.sinks.alerts import RESUMABLE, Alerts, Numbers, Sink, SinkRun
 
 _BLOCK = 4 << 20  # bytes that are read at once
 
 
-def read_new_lines(path: Path, place: int) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the objects on the whole lines of a run's metrics or journal from the byte `place` on, each with the places
-    of its first byte and behind its last; lines that are no objects are passed over. A file that has become shorter is
-    another one, and is read from its start."""
+def read_new_lines(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Yield the objects on the whole lines of a run's metrics or journal from the byte `offset` on, each with the
+    places of its first byte and behind its last; lines that are no objects are passed over. A file that has become
+    shorter is another one, and is read from its start."""
     with suppress(FileNotFoundError, NotADirectoryError), documents.open_regular_file(path) as file:
-        if file.seek(0, 2) < place:
-            place = 0
-        file.seek(place)
+        if file.seek(0, 2) < offset:
+            offset = 0
+        file.seek(offset)
         rest = b""
         while block := file.read(_BLOCK):
             *whole_lines, rest = (rest + block).split(b"\n")
             for line in whole_lines:
-                start, place = place, place + len(line) + 1
+                start, offset = offset, offset + len(line) + 1
                 with suppress(ValueError, RecursionError):
                     if isinstance(record := json.loads(line), dict):
                         named = b'NaN"' in line or b'Infinity"' in line  # rarely: a look at each number takes longer
-                        yield json_records.restore_non_finite(record) if named else record, start, place
+                        yield json_records.restore_non_finite(record) if named else record, start, offset
             if len(rest) > json_records.LARGEST:
-                place, rest = place + len(rest), b""
+                offset, rest = offset + len(rest), b""
 
 
 FOLDER = "sinks"  # in the run directory: how far each service is
@@ -64,7 +64,7 @@ class Follower:
         locked it (`lock_service`). `alerts`: send these too."""
         self._stale_seconds = STALE_SECONDS if alerts else 0.0
         self._run, self._file = run, run.directory / FOLDER / f"{name}.json"
-        self._metrics, self._journal, self._sent = _read_places(self._file, run.state)
+        self._metrics, self._journal, self._sent = _read_progress(self._file, run.state)
         self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
         self._held: list[tuple[int, int, Numbers]] = []  # step, place of its line, numbers
         self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
@@ -93,15 +93,15 @@ class Follower:
             self._catch_up_steps()
         if (self._metrics, self._journal) != before:
             self.sink.flush()
-            self._reached.append((monotonic(), self._format_places()))
-        self._store_places(self.sink.stored_after)
+            self._reached.append((monotonic(), self._format_progress()))
+        self._store_progress(self.sink.stored_after)
 
     def _catch_up_steps(self) -> None:
         """Send the service the steps of the run that it may have by now, and show the newest."""
         for line, start, place in read_new_lines(self._run.directory / METRICS, self._read):
             self._read = place
             with suppress(Malformed):
-                self._hold_row(read_row(line), start)
+                self._hold_row(validate_row(line), start)
             if len(self._held) >= _AT_ONCE:
                 self._send_final_steps()
         self._send_final_steps()
@@ -133,7 +133,7 @@ class Follower:
         self._final = inf
 
     @property
-    def held_steps(self) -> int:
+    def num_held_steps(self) -> int:
         """Return the number of the run's steps that the service does not have yet, as they may be trained again."""
         return len(self._held)
 
@@ -153,12 +153,12 @@ class Follower:
         self._sent = max([self._sent, *(step for step, *_ in ready)])
         self._metrics = self._held[0][1] if self._held else self._read
 
-    def _format_places(self) -> str:
+    def _format_progress(self) -> str:
         """Return how far the service is, and what it remembers of the run, as RUN_DIR/sinks/ has it."""
         places = {METRICS: self._metrics, JOURNAL: self._journal, "step": self._sent, "state": self._run.state}
         return json.dumps(places) + "\n"
 
-    def _store_places(self, stored_after: float) -> None:
+    def _store_progress(self, stored_after: float) -> None:
         """Note for the next process how far the service was so many seconds ago, in RUN_DIR/sinks/."""
         newest = ""
         while self._reached and self._reached[0][0] <= monotonic() - stored_after:
@@ -170,11 +170,11 @@ class Follower:
         """Send the service the rest, and end the run there with the launcher's exit status (None: it has no end)."""
         self.catch_up()
         self.sink.close(status)
-        self._reached.append((monotonic(), self._format_places()))
-        self._store_places(0)
+        self._reached.append((monotonic(), self._format_progress()))
+        self._store_progress(0)
 
 
-def _read_places(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
+def _read_progress(file: Path, state: dict[str, Any]) -> tuple[int, int, int]:
     """Read a service's places in metrics and journal and its last step from `file`, and its notes into `state`."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         stored = json.loads(file.read_text())

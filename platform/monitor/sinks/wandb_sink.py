@@ -53,7 +53,7 @@ class WandbSink(Sink):
             return wandb.init(
                 project=run.monitor["project"],
                 name=run.directory.name,
-                id=_stable_id(wandb_dir / "run-id"),
+                id=_stored_wandb_run_id(wandb_dir / "run-id"),
                 dir=run.directory,
                 config=run.config,
                 tags=run.monitor.get("tags") or None,
@@ -103,13 +103,13 @@ class WandbSink(Sink):
         elif isinstance(event, events.Restored) and event.directory:
             self._use_artifact(self._checkpoint_artifact(event.directory, {"step": event.step}))
         elif isinstance(event, events.Initialised):
-            self._use_artifact(_build_reference("weights", strip_url_secrets(event.weights), {}))
+            self._use_artifact(_build_reference_artifact("weights", strip_url_secrets(event.weights), {}))
         elif isinstance(event, events.Goodput):
             self._run.summary.update({f"elastic/{key}": value for key, value in event.own_fields().items()})
 
     def _checkpoint_artifact(self, directory: str, metadata: dict[str, Any]) -> Any:
         """Make the artifact that refers to a checkpoint of the W&B run where it lies; nothing is uploaded."""
-        return _build_reference(f"checkpoint-{self._run.id}", f"{self._own_checkpoints}/{directory}", metadata)
+        return _build_reference_artifact(f"checkpoint-{self._run.id}", f"{self._own_checkpoints}/{directory}", metadata)
 
     def _use_artifact(self, artifact: Any) -> None:
         """Note in the W&B run that it went on from what an artifact refers to."""
@@ -162,7 +162,7 @@ def _checkpoint_folder(run: SinkRun) -> str:
     return url.rstrip("/") if "://" in url else Path(url).absolute().as_uri()
 
 
-def _build_reference(name: str, url: str, metadata: dict[str, Any]) -> Any:
+def _build_reference_artifact(name: str, url: str, metadata: dict[str, Any]) -> Any:
     """Make a W&B artifact of a model that lies at `url`: W&B gets the address alone."""
     import wandb
 
@@ -183,7 +183,7 @@ def build_histogram(counts: list[int]) -> Any:
     return wandb.Histogram(np_histogram=bin_counts(counts, wandb.Histogram.MAX_LENGTH))
 
 
-def _stable_id(path: Path) -> str:
+def _stored_wandb_run_id(path: Path) -> str:
     """Return the id of the W&B run, drawn once and kept in the file `path` of the run directory: a restarted driver
     continues its W&B run, and no other run joins it."""
     if not path.exists():

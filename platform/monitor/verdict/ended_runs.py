@@ -11,7 +11,7 @@ from typing import Any
 
 from platform.monitor import events
 from platform.monitor.events import End
-from platform.monitor.journal import Live, SeenLink
+from platform.monitor.journal import LiveState, SeenLink
 from platform.monitor.verdict import evidence as causes
 from platform.monitor.verdict.evidence import CERTAIN, GONE, GUESS, LIKELY, STOPPED, Evidence, Verdict
 from platform.plan.layout import format_count
@@ -23,7 +23,7 @@ _BY_OTHERS = "nothing in the run sends it: a user, the scheduler, or the kernel 
 def judge_failure(evidence: Evidence, failure: events.Failure) -> Verdict:
     """Return the verdict on the failure of a worker: how it failed, in which call, seen from whom."""
     worker_name = evidence.name_worker(failure.rank, failure.number, failure.node, failure.coordinates)
-    last, details = events.last_line(failure.cause), [f"seen: {line}" for line in failure.seen or ()]
+    last, details = events.last_error_line(failure.cause), [f"seen: {line}" for line in failure.seen or ()]
     sure, why, outcome = CERTAIN, failure.kind, f"{failure.kind} in {failure.method}: {last}"
     if failure.kind == "failed" and causes.is_out_of_memory(failure.cause):
         why, outcome = "memory", f"had no memory left in {failure.method}: {last}"
@@ -105,7 +105,7 @@ def _judge_error(evidence: Evidence, end: events.GaveUp) -> Verdict:
             if isinstance(event, kind) and _explains_end(event, end):
                 verdict = judged(evidence, event)
                 return replace(verdict, line=f"the run gave up: {verdict.line}")
-    line = f"the run gave up after step {end.step}: {events.last_line(end.cause)}"
+    line = f"the run gave up after step {end.step}: {events.last_error_line(end.cause)}"
     if causes.is_too_few(end.cause):
         line += last_failure_clause(evidence)
         return Verdict("places", line, step=end.step, since=end.time, details=_newest_checkpoint_line(evidence))
@@ -116,7 +116,7 @@ def _explains_end(event: Any, end: events.GaveUp) -> bool:
     """Return True if an event is what a run gave up for, by the words of its end."""
     match event:
         case events.Failure():
-            return events.last_line(event.cause) in end.cause or event.method in end.cause
+            return events.last_error_line(event.cause) in end.cause or event.method in end.cause
         case events.Undecided():
             return "differ" in end.cause
         case events.Spike():
@@ -211,7 +211,7 @@ _SLOWER = 4.0  # times slower than the link was before, or than most others are
 _MOST = 0.8  # of the links are as slow as the one that others are compared with, or slower
 
 
-def judge_cut_link(live: Live) -> Verdict | None:
+def judge_cut_link(live: LiveState) -> Verdict | None:
     """Return the verdict on links over which nothing comes through; None if there are none."""
     nodes = _node_names(live)
     stuck = [link for link in live.links if link.queued and link.quiet >= QUIET_SECONDS]
@@ -229,13 +229,13 @@ def judge_cut_link(live: Live) -> Verdict | None:
     return Verdict("link", line, node=node, step=live.step + 1, since=since, sure=CERTAIN, details=details)
 
 
-def judge_slow_link(live: Live) -> Verdict | None:
+def judge_slow_link(live: LiveState) -> Verdict | None:
     """Return the verdict on links that have become far slower than they were; None if there are none."""
     slow = [link for link in live.links if (link.rate or 0.0) * _SLOWER < (link.best or 0.0) and link.rate is not None]
     return _judge_slow_links(live, slow, LIKELY) if slow else None
 
 
-def judge_slowest_link(live: Live) -> Verdict | None:
+def judge_slowest_link(live: LiveState) -> Verdict | None:
     """Return the verdict on links that are far slower than most; None if there are none."""
     known = sorted((link for link in live.links if link.rate is not None), key=lambda link: link.rate or 0.0)
     usual = known[int(_MOST * len(known))].rate or 0.0 if len(known) > 2 else 0.0
@@ -243,7 +243,7 @@ def judge_slowest_link(live: Live) -> Verdict | None:
     return _judge_slow_links(live, slow, GUESS) if slow else None
 
 
-def _judge_slow_links(live: Live, slow: list[SeenLink], sure: str) -> Verdict:
+def _judge_slow_links(live: LiveState, slow: list[SeenLink], sure: str) -> Verdict:
     """Return the verdict on slow links: on the node at which most of them end. `best`: the speed to compare with.
 
     Of nodes that as many slow links join, the one is named at which others are as slow, though nobody knows what they
@@ -269,7 +269,7 @@ def _count_link_ends(links: list[SeenLink], nodes: dict[str, str]) -> Counter[st
     return Counter(node for link in links for node in (_node_name(link.here, nodes), _node_name(link.there, nodes)))
 
 
-def _node_names(live: Live) -> dict[str, str]:
+def _node_names(live: LiveState) -> dict[str, str]:
     """Return address -> name of the nodes whose workers the driver sees."""
     return {link.here: link.node.partition("/")[0] for link in live.links}
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from platform.monitor import events, json_records
 from platform.monitor.events import End, JournalEvent
-from platform.monitor.journal import Live
+from platform.monitor.journal import LiveState
 from platform.runtime.progress import Activity, Wait
 
 Kind = TypeVar("Kind", bound=JournalEvent)
@@ -36,7 +36,7 @@ class Evidence:
     driver: str = UNKNOWN
     owner: str = ""
     wrote: float = 0.0
-    live: Live | None = None
+    live: LiveState | None = None
 
     @cached_property
     def last_driver_events(self) -> Sequence[JournalEvent]:
@@ -153,7 +153,7 @@ def activity_text(beat: Activity) -> str:
     return f"waiting in {wait_text(beat.wait) if beat.wait else beat.section}"
 
 
-def doings_text(doings: Iterable[tuple[int, Activity]]) -> list[str]:
+def format_activities(doings: Iterable[tuple[int, Activity]]) -> list[str]:
     """Format what workers do, by (rank, heartbeat), as a line for each activity, the most frequent first."""
     ranks_by_activity: dict[str, list[int]] = {}
     for rank, beat in doings:

@@ -13,11 +13,20 @@ from statistics import median
 from typing import Any
 
 from platform.monitor import events
-from platform.monitor.journal import Live, SeenWorker
+from platform.monitor.journal import LiveState, SeenWorker
 from platform.monitor.step_parts import describe_busy_processors
 from platform.monitor.verdict import ended_runs
 from platform.monitor.verdict.ended_runs import judge_cut_link, judge_slow_link, judge_spike, judge_storage
-from platform.monitor.verdict.evidence import ALIVE, CERTAIN, GUESS, LIKELY, Evidence, Verdict, doings_text, wait_text
+from platform.monitor.verdict.evidence import (
+    ALIVE,
+    CERTAIN,
+    GUESS,
+    LIKELY,
+    Evidence,
+    Verdict,
+    format_activities,
+    wait_text,
+)
 from platform.plan.layout import format_count
 
 LEAST_SECONDS = 2.5  # of a call, before which it is no standstill
@@ -52,7 +61,7 @@ def judge_pulse(evidence: Evidence) -> Verdict | None:
     return Verdict("driver", line, step=evidence.last_step, since=evidence.now - silent, sure=LIKELY, stack=live.stack)
 
 
-def is_late(live: Live) -> bool:
+def is_late(live: LiveState) -> bool:
     """Return True if the call under way lasts longer than it should, by the usual step of the run."""
     if not live.call:
         return False
@@ -80,18 +89,18 @@ def judge_call(evidence: Evidence) -> Verdict | None:
 
 
 def _blame_worker(
-    evidence: Evidence, live: Live, worker: SeenWorker, why: str, what: str, seconds: float, sure: str = LIKELY
+    evidence: Evidence, live: LiveState, worker: SeenWorker, why: str, what: str, seconds: float, sure: str = LIKELY
 ) -> Verdict:
     """Return a verdict on one worker that the others wait for, with what these do as its details."""
     worker_name = evidence.name_worker(worker.rank, worker.number, worker.node)
     others = [(w.rank, w.activity) for w in live.workers if w.number != worker.number and w.activity]
-    details, since = [f"seen: {line}" for line in doings_text(others)], live.time - seconds
+    details, since = [f"seen: {line}" for line in format_activities(others)], live.time - seconds
     verdict = Verdict(why, f"{worker_name} {what}", step=live.step + 1, since=since, sure=sure, details=details)
     stack = worker.activity.stack if worker.activity else []
     return replace(verdict, rank=worker.rank, number=worker.number, node=worker.node, stack=stack)
 
 
-def _judge_silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_silent(evidence: Evidence, live: LiveState, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that answer no question for a heartbeat: one, or all of a node."""
     silent = [worker for worker in workers if worker.owes is not None and worker.owes >= SILENT_SECONDS]
     if not silent:
@@ -111,7 +120,7 @@ def _judge_silent(evidence: Evidence, live: Live, workers: Sequence[SeenWorker])
     return _blame_worker(evidence, live, worker, "hung", what, owes, sure)
 
 
-def _judge_blocked(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_blocked(evidence: Evidence, live: LiveState, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on a worker that stands still, neither at work nor waiting for others."""
     for worker in workers:
         beat = worker.activity
@@ -127,7 +136,7 @@ def _judge_blocked(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]
     return None
 
 
-def _judge_busy(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_busy(evidence: Evidence, live: LiveState, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that compute while others have long waited for them."""
     busy = [worker for worker in workers if worker.activity and not worker.activity.waiting]
     waiting = [worker for worker in live.workers if worker not in busy]
@@ -144,7 +153,7 @@ def _judge_busy(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -
     return _blame_worker(evidence, live, busy[0], "slow", what, beat.seconds)
 
 
-def _judge_all_waiting(evidence: Evidence, live: Live, workers: Sequence[SeenWorker]) -> Verdict | None:
+def _judge_all_waiting(evidence: Evidence, live: LiveState, workers: Sequence[SeenWorker]) -> Verdict | None:
     """Return the verdict on workers that all wait for each other: a link, or ranks that wait for different things."""
     if link := judge_cut_link(live) or judge_slow_link(live) or ended_runs.judge_slowest_link(live):
         return link
@@ -161,7 +170,7 @@ def _judge_all_waiting(evidence: Evidence, live: Live, workers: Sequence[SeenWor
     waits = {wait_text(beat.wait) if beat.wait else beat.section for _, beat in beats}
     seconds = min(beat.seconds for _, beat in beats)
     line = f"{live.call}: all {len(beats)} workers wait for each other, in {' and '.join(sorted(waits)[:3])}"
-    details = [f"seen: {text}" for text in doings_text((worker.rank, beat) for worker, beat in beats)]
+    details = [f"seen: {text}" for text in format_activities((worker.rank, beat) for worker, beat in beats)]
     stack = beats[0][1].stack
     since = live.time - seconds
     return Verdict("link", line, step=live.step + 1, since=since, sure=GUESS, details=details, stack=stack)
@@ -180,7 +189,7 @@ def judge_idle_driver(evidence: Evidence) -> Verdict | None:
     return Verdict("driver", line, step=live.step, since=live.called, sure=LIKELY, stack=live.stack)
 
 
-def judge_saving(evidence: Evidence) -> Verdict | None:
+def judge_slow_save(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a checkpoint that has been under way for long, by the durations of those before."""
     live = evidence.live
     if live is None or live.saving is None or live.saving_since is None:
@@ -335,7 +344,7 @@ JUDGES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     judge_waiting,
     judge_recovery,
     judge_failed_saves,
-    judge_saving,
+    judge_slow_save,
     judge_slow_worker,
     ended_runs.judge_links,
     judge_busy_processors,

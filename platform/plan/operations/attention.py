@@ -131,7 +131,7 @@ class RememberOp(Op):
                 mine[first - begin : end - begin].copy_(new[first - ops.offset : end - ops.offset])
         return pair
 
-    def meter_kept_bytes(self, ops, name, k, v, kv, values) -> tuple[Value, Value]:
+    def meter_memory(self, ops, name, k, v, kv, values) -> tuple[Value, Value]:
         """Count the memory of all keys and values in the cache, allocated by the first use of the attention."""
         if ops.cache is None or ops.absent(k):
             return k, v
@@ -156,9 +156,9 @@ class RecallOp(Op):
         """Store k and v of the cross-attention `name` in the cache, if given, and return the stored ones."""
         if ops.cache and k is not None and not ops.absent(k):
             ops.cache.first[name] = _first_sequence(ops, kv)
-        return self.meter_kept_bytes(ops, name, k, v, kv)
+        return self.meter_memory(ops, name, k, v, kv)
 
-    def meter_kept_bytes(self, ops, name, k, v, kv) -> tuple[Value, Value]:
+    def meter_memory(self, ops, name, k, v, kv) -> tuple[Value, Value]:
         """Return k and v, cached if they are given, which takes no new memory."""
         if ops.cache is None:
             return k, v
@@ -184,15 +184,15 @@ def hiding_attributes(name: str, causal: bool, window: int, mask: str | None, be
 
 
 def hiding_token_fields(
-    planner: Planner, operation: Operation, layout: Layout, memory: Spec | Parameter, length: str
+    planner: Planner, operation: Operation, layout: Layout, keys: Spec | Parameter, length: str
 ) -> dict[str, Any]:
     """Return the fields `tokens` and `token_count` for the plan of an attention that computes in `layout`, by the data
     tensor that it reads: where the documents of its queries begin, or a mask of the keys, whose length is split as
-    memory_length, and which is as long as dim `length` of `memory`."""
+    memory_length, and which is as long as dim `length` of `keys`."""
     if operation["begins"]:
         return token_fields(planner, operation.outputs[0], layout.restrict_dims(("length", "batch")))
     mask = Layout.build_canonical({"batch": layout["batch"], "length": layout["memory_length"]}, layout.only)
-    return token_fields(planner, memory, mask, length)
+    return token_fields(planner, keys, mask, length)
 
 
 _PHASES = "forward", "backward"
@@ -252,7 +252,7 @@ class SoftmaxOp(BlockOp):
             sink = sink.view([n if d in dims else 1 for d, n in zip(spec.dims, x.shape, strict=True)])
         return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, planned.over, sink)
 
-    def meter_kept_bytes(
+    def meter_memory(
         self, ops, planned, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
         bias=None, **_,
     ) -> Value:  # fmt: skip
@@ -355,30 +355,30 @@ def meter_math_path(ops, a: AttentionBlock, operands: Sequence[Value], added: Va
     the type of statistics; return the metered value of its result."""
     narrow, (q, k, v) = ops.wide != ops.plan.itemsize["compute"], operands
 
-    def meter_step(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps: bool = False) -> Value:
-        """Count an operation of attention with a result in the type of statistics, kept if it `keeps` it."""
+    def meter_operation(elements: int, ins: Sequence[Value], saved: Saved = (), *, keeps_result: bool = False) -> Value:
+        """Count an operation of attention with a result in the type of statistics, kept if it `keeps_result` it."""
         out = ops.tensor(elements, ops.wide)
-        return ops.plain(out, ins, (*saved, out.storage) if keeps else saved)
+        return ops.plain(out, ins, (*saved, out.storage) if keeps_result else saved)
 
     if narrow:
-        q, k, v = (meter_step(x.elements, [x]) for x in operands)
-    scaled = [meter_step(q.elements, [q])]
+        q, k, v = (meter_operation(x.elements, [x]) for x in operands)
+    scaled = [meter_operation(q.elements, [q])]
     ahead = [ops.new(a.length * a.memory_length, ops.wide)] if a.causal and not added else []
     key_rows = a.batch * a.heads * a.memory_length
     if k.elements < key_rows * a.d_kv:  # every head's own copy of K and V
-        k, v = meter_step(key_rows * a.d_kv, [k]), meter_step(key_rows * a.d_value, [v])
-    scaled.append(meter_step(key_rows * a.d_kv, [k]))
-    scores = meter_step(a.score_count, scaled, tuple(x.storage for x in scaled))
+        k, v = meter_operation(key_rows * a.d_kv, [k]), meter_operation(key_rows * a.d_value, [v])
+    scaled.append(meter_operation(key_rows * a.d_kv, [k]))
+    scores = meter_operation(a.score_count, scaled, tuple(x.storage for x in scaled))
     if a.causal or added:
         scores = ops.sum(ops.tensor(a.score_count, ops.wide), [scores, added] if a.biased else [scores])
-    scores = meter_step(a.score_count, [scores], keeps=True)  # softmax
+    scores = meter_operation(a.score_count, [scores], keeps_result=True)  # softmax
     if dropout:
-        scores = meter_step(a.score_count, [scores], (ops.new(a.score_count, ops.wide),))
+        scores = meter_operation(a.score_count, [scores], (ops.new(a.score_count, ops.wide),))
     # values that are a slice of a larger tensor do not lie as the products of several heads and sequences want them
     sliced = not narrow and min(a.batch, a.heads) > 1 and v.storage is not None and v.storage.counted > v.elements
     values = ops.new(v.elements) if sliced else v.storage
     probabilities = ops.new(a.score_count) if narrow else None  # which torch returns beside the result
-    out = meter_step(a.score_row_count * a.d_value, [scores, v], (scores.storage, values))
+    out = meter_operation(a.score_row_count * a.d_value, [scores, v], (scores.storage, values))
     del ahead, probabilities
     return ops.plain(ops.tensor(out.elements), [out]) if narrow else out
 

@@ -85,9 +85,9 @@ class ProductOp(_Products):
 
     def run_on_blocks(self, ops, name, x, x_spec, y, y_spec, out):
         """Compute the einsum of two activations, x and y, on this rank's blocks, with the planned conversions."""
-        return _execute_by_group(ops, ops.operation_plan(self.kind, name), x, [y], [out])[0]
+        return _execute_einsums_by_group(ops, ops.operation_plan(self.kind, name), x, [y], [out])[0]
 
-    meter_kept_bytes = run_on_blocks
+    meter_memory = run_on_blocks
 
 
 class ProjectOp(_Products):
@@ -115,15 +115,15 @@ class ProjectOp(_Products):
         fused = planned.adds_biases(ops.operation_plan("shift", b.name) for b in biases)
         added = [ops.parameter_block(b) for b in biases] if fused else ()
         operands = [ops.parameter_block(w) for w in weights]
-        results = _execute_by_group(ops, planned, x, operands, outs, added, ops.deferred, counts)
+        results = _execute_einsums_by_group(ops, planned, x, operands, outs, added, ops.deferred, counts)
         if fused or not biases:
             return tuple(results)
         return tuple(ops.shift(y, out, b, counts) for y, out, b in zip(results, outs, biases, strict=True))
 
-    meter_kept_bytes = run_on_blocks
+    meter_memory = run_on_blocks
 
 
-def _execute_by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=None):
+def _execute_einsums_by_group(ops, planned, x, operands, outs, biases=(), deferred=None, counts=None):
     """Return the results, of the types `outs`, of the planned einsums of activation x with `operands` (parameters or
     one activation), which are computed or metered group by group. `biases`, `deferred`, `counts`: see
     `platform.runtime.einsum.compute_einsums`."""
@@ -141,7 +141,13 @@ def _run_einsum_group(ops, planned, number: int, x, operands, outs, biases, defe
     # of which a recomputed forward pass may leave out the products
     left_out = [[n for _, n in ops.blocks[out]] for out in outs] if planned.once and ops.ahead.again else ()
     return ops.kernels.einsum.compute_einsums(
-        ops.group_operands(planned, number), x, operands, biases, deferred=deferred, counts=counts, left_out=left_out
+        ops.group_operands(planned, number),
+        x,
+        operands,
+        biases,
+        deferred=deferred,
+        expert_groups=counts,
+        unneeded_shapes=left_out,
     )
 
 
@@ -195,16 +201,16 @@ def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ..
     compute."""
     collectives = planner.collectives_of_conversion(group.x, group.regathered)
     if panels := group.panels:
-        collectives += _panel_collectives(planner, panels, panels.x_axes, group.x, only)
+        collectives += _list_panel_collectives(planner, panels, panels.x_axes, group.x, only)
     for e in group.einsums:
         collectives += planner.collectives_of_conversion(e.operand, e.regathered)
         if panels:
-            collectives += _panel_collectives(planner, panels, panels.operand_axes, e.operand, only)
+            collectives += _list_panel_collectives(planner, panels, panels.operand_axes, e.operand, only)
         collectives += planner.collectives_of_conversion(e.output)
     return collectives
 
 
-def _panel_collectives(
+def _list_panel_collectives(
     planner: Planner, panels: Panels, axes: tuple[str, ...], operand: Conversion, only: tuple[str, ...]
 ) -> list[Collective]:
     """Return the collectives by which SUMMA passes one operand of a group, split over `axes`, around in panels: each
@@ -222,34 +228,34 @@ def _panel_collectives(
 def meter_converted_group(
     ops, planned, number: int, x: Value, operands, biases, deferred, *, outs=(), scaled: bool = False
 ) -> list[Value]:
-    """Count the memory of group `number` of an operation's einsums of x with `operands`, as
-    `platform.runtime.einsum._Einsums` computes it: gather, multiply, add `biases`, convert the results;
-    return them, of the types `outs` if they may be left out. `scaled`: gradients of operands are products of a multiple
-    of x, and if reduced, added with others."""
+    """Count the memory of group `number` of an operation's einsums of x with `operands`, as the runtime computes it:
+    gather, multiply, add `biases`, convert the results; return them, of the types `outs` if they may be left out.
+    `scaled`: gradients of operands are products of a multiple of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
     einsums = group.einsums
     converted_operands = ops.operands(use, group, operands)
     converted_x = ops.forward(x, group.x)
     ops.ahead.start_next_gathers(use)
-    joined = group.can_join_operands and _are_adjacent(ops, operands) and (not biases or _are_adjacent(ops, biases))
+    adjacent = [_are_adjacent_in_bucket(ops, values) for values in (operands, biases) if values]
+    joined = group.can_join_operands and all(adjacent)
     left_out = planned.once and ops.ahead.again
     converted = converted_x, *converted_operands
-    group_results = [ops.block(o) for o in outs] if left_out else _meter_results(ops, planned, group, converted, joined)
+    group_results = (
+        [ops.block(o) for o in outs] if left_out else _meter_einsum_results(ops, planned, group, converted, joined)
+    )
     stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
     choices = zip(stored, converted, regathered, strict=True)
     saved = tuple((s if again else t).storage for s, t, again in choices)
     widths, lengths = [w.elements for w in stored], [y.elements for y in group_results]
     width, *sizes = [w.elements for w in converted]
-    keys = [w.key for w in (*operands, *biases)]
-    added = [b.elements for b in biases]
+    keys, added = [w.key for w in (*operands, *biases)], [b.elements for b in biases]
 
     def meter_operand_gradients(held: tuple) -> Gradients:
-        """Count the memory of the gradients of operands and biases from the storages `held`, in place where
-        possible."""
+        """Count the memory of the gradients of operands and biases, in place where possible."""
         multiple = ops.new(width) if scaled else _meter_cast(ops, group, held[0], width)  # noqa: F841  (until all is reduced)
         # all gradients are there until the first is reduced, but for sums in place
         stays = [not e.operand.backward and ops.adds_in_place(k) for k, e in zip(keys, einsums, strict=False)]
-        products = [None if s else _count_operand_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
+        products = [None if s else _meter_operand_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
         steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
@@ -266,10 +272,10 @@ def meter_converted_group(
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
         regathered_operands = ops.operands(use, group, stored, back=True)
         x = ops.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
-        ops.ahead.start_next_gathers(use, back=True)
+        ops.ahead.start_next_gathers(use, in_backward=True)
         if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
-        x_gradient = _count_operand_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
+        x_gradient = _meter_operand_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
         dx = ops.backward(x_gradient, width, group.x)
         if deferred is None:
             return [dx, *meter_operand_gradients((x, local))]
@@ -281,7 +287,7 @@ def meter_converted_group(
     return group_results
 
 
-def _meter_results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
+def _meter_einsum_results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
     """Count the results of an einsum group, and the products that are converted to them, of which operands are read."""
     cast = [_meter_cast(ops, group, v.storage, v.elements) for v in read]  # noqa: F841  (until the products are converted)
     products = _meter_products(ops, planned, group, joined)
@@ -293,7 +299,7 @@ def _meter_cast(ops, group: EinsumGroup, operand: MeteredStorage | None, element
     return ops.widened(operand, elements) if group.has_wide_dtype else operand
 
 
-def _count_operand_gradient(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
+def _meter_operand_gradient(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
     """Count the gradient of an operand of an einsum group, and what it is cast from while that is there."""
     product = _meter_cast(ops, group, None, elements)  # noqa: F841
     return ops.new(elements)
@@ -310,7 +316,7 @@ def _meter_products(ops, planned, group: EinsumGroup, joined: bool) -> list[Valu
     return [Value(joined_storage, n) for n in sizes]
 
 
-def _are_adjacent(ops, operands: Sequence[Value]) -> bool:
+def _are_adjacent_in_bucket(ops, operands: Sequence[Value]) -> bool:
     """Return True if all operands of an einsum group are parameters adjacent in one bucket's flat buffer."""
     names = [w.key for w in operands if isinstance(w.key, str) and w.elements]
     return len(names) == len(operands) and ops.plan.bucket_by_parameter[names[0]].range_of_parameters(names) is not None

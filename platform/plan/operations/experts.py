@@ -75,7 +75,7 @@ class RouteOp(Op):
         results = ops.convert_blocks(weights_and_losses[: len(leave)], leave)
         return results[0], results[1] if len(leave) > 1 else None
 
-    def meter_kept_bytes(self, ops, name, scores, spec, tokens, router, states=()) -> tuple[Value, Value | None]:
+    def meter_memory(self, ops, name, scores, spec, tokens, router, states=()) -> tuple[Value, Value | None]:
         """Count the memory of weights and losses; scores are kept, and the choice, by which the backward pass weighs
         them again."""
         planned = ops.operation_plan(self.kind, name)
@@ -110,7 +110,7 @@ class Ends(NamedTuple):
     exchanged: tuple[str, ...]
 
     @classmethod
-    def find_ends(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
+    def find_row_layout(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
         """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
         divide the batch or the experts."""
         d = out.dims[-1]
@@ -181,7 +181,7 @@ class DispatchRowsOp(Op):
     def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
-        ends = Ends.find_ends(planner, spec, out)
+        ends = Ends.find_row_layout(planner, spec, out)
         enter_weights = planner.operand_conversion(weights, ends.tokens.restrict_dims(weights.dims), ends.compute_axes)
         rows = ends.row_conversion(planner, spec, out, operation["chosen"])
         enter = planner.operand_conversion(spec, ends.tokens, (*ends.compute_axes, *planner.layout(out).gradient))
@@ -196,15 +196,15 @@ class DispatchRowsOp(Op):
         x, weights = ops.convert_blocks((x, weights.detach()), (enter, weights_conversion))
         if ops.absent(x):
             return x, None
-        kernel, ends = ops.kernels.expert_rows, Ends.find_ends(ops.plan.planner, spec, out)
+        kernel, ends = ops.kernels.expert_rows, Ends.find_row_layout(ops.plan.planner, spec, out)
         own_seats, lent = ends.exchange_seats(ops.plan.planner, out, ops.communicator.rank), ops.plan.scheme.lent
         own_place = ops.communicator.group_index(own_seats[0]) if own_seats[0] else 0
-        seats = kernel.Seats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
+        seats = kernel.ExpertSeats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
         counts = kernel.count_rows(ops.communicator, weights, seats, chosen)
-        ops.record_sent_rows(name, zip(seats.seat_experts, counts.given, strict=True))
+        ops.record_sent_rows(name, zip(seats.experts_by_seat, counts.given, strict=True))
         return kernel.dispatch_rows(ops.communicator, x, counts), counts
 
-    def meter_kept_bytes(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:
+    def meter_memory(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:
         """Count the memory of rows by the worst routing; of their places integers are kept."""
         enter, weights_conversion, rows = ops.operation_plan(self.kind, name).conversions
         x, weights = ops.convert_blocks((x, weights), (enter, weights_conversion))
@@ -244,7 +244,7 @@ class CombineRowsOp(Op):
         """Plan the way back of rows to where their tokens were copied, and of sums, which are partial over ranks with
         rows of other experts, to the result's layout."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
-        ends = Ends.find_ends(planner, out, spec)
+        ends = Ends.find_row_layout(planner, out, spec)
         sent = ends.row_conversion(planner, out, spec, operation["chosen"])
         rows = replace(sent, forward=sent.backward, backward=sent.forward, before=sent.after, after=sent.before)
         partial = planner.layout(spec).partial
@@ -262,7 +262,7 @@ class CombineRowsOp(Op):
             return ops.convert_block(ops.build_empty_block([y, weights]), leave)
         return ops.convert_block(ops.kernels.expert_rows.combine_rows(ops.communicator, y, weights, counts), leave)
 
-    def meter_kept_bytes(self, ops, name, y, spec, counts, weights, of_weights, out, chosen) -> Value:
+    def meter_memory(self, ops, name, y, spec, counts, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
         rows, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
         weights = ops.convert_block(weights, weights_conversion)
@@ -347,7 +347,7 @@ class DispatchOp(BlockOp):
         slots = ops.plan.planner.tensor_sizes(out)["slots"]
         return ops.kernels.expert_rows.dispatch_slots(x, weights.detach(), slots, chosen)
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec, weights, of_weights, out, chosen) -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the slots, with the numbers of each; where each token lies is kept."""
         n, leave = x.elements, planned.conversions[-1]
         slots, places = prod(leave.before[:3]), weights.elements // leave.before[0] * chosen
@@ -392,7 +392,7 @@ class CombineOp(BlockOp):
         """Add up what the experts made of this rank's tokens, in the type of statistics."""
         return ops.kernels.expert_rows.combine_slots(y, weights, chosen)
 
-    def meter_kept_bytes(self, ops, planned, name, y, spec, weights, of_weights, out, chosen) -> Value:
+    def meter_memory(self, ops, planned, name, y, spec, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum, with the numbers of each slot; slots, weights and places are kept."""
         shape, by_expert, elements = planned.conversions[0].after, weights.elements, y.elements
         slots, places, dtype = prod(shape[:3]), by_expert // shape[0] * chosen, ops.plan.itemsize[of_weights.dtype]

@@ -109,7 +109,7 @@ class FusedAttentionOp(BlockOp):
             plan = panels.PanelAttention(queries, keys, (), planned.operation["kernel"], scale, causal, window)
             hiding = panels.Hiding(starts, None if mask is None else (mask[self.kind, name] < 0).t())
             if planned.over:
-                return panels.attend_parts(ops.communicator, plan, (q, k, v), hiding, planned.over).permute(back)
+                return panels.attend_split_keys(ops.communicator, plan, (q, k, v), hiding, planned.over).permute(back)
             return panels.attend_panels(ops.communicator, plan, (q, k, v), hiding).permute(back)
         positions = ops.kernels.positions
         padding = None if mask is None else positions.mask_padded_keys(mask[self.kind, name])
@@ -127,7 +127,7 @@ class FusedAttentionOp(BlockOp):
         with dropout, ops.in_kernel(planned.operation["kernel"]):
             return scaled_dot_product_attention(q, k, v, seen, rate, **kernel_options).permute(back)
 
-    def meter_kept_bytes(
+    def meter_memory(
         self, ops, planned, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
         bias=None,
     ) -> Value:  # fmt: skip
@@ -241,7 +241,7 @@ class RingAttentionOp(BlockOp):
         bias = None if bias is None else bias.unsqueeze(0)
         return panels.attend_panels(ops.communicator, plan, operands, hiding, sink, bias).permute(back)
 
-    def meter_kept_bytes(
+    def meter_memory(
         self, ops, planned, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
         mask=None, begins=None, bias=None,
     ) -> Value:  # fmt: skip

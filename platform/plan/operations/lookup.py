@@ -55,7 +55,7 @@ class LookupOp(BlockOp):
             return x * mine.view(*mine.shape, *(1 for _ in table.shape[1:])).to(table.dtype)
         return rows(table, tokens.clamp_min(0))
 
-    def meter_kept_bytes(self, ops, planned, name, table, tokens, out) -> Value:
+    def meter_memory(self, ops, planned, name, table, tokens, out) -> Value:
         """Count the memory of the rows looked up; the ids are kept, and a mask where ranks split the table's rows."""
         leave, count = planned.conversions[-1], planned.token_count
         x = ops.plain(ops.inner(planned, leave), [table], (ops.integers(count),))
@@ -82,7 +82,7 @@ class OneHotOp(Op):
         """Compute the one-hot activation of this rank's token ids: 1 at the index that equals the id."""
         return _compute_from_ids(ops, ids[self.kind, name], out, lambda ids, column: ids == column)
 
-    def meter_kept_bytes(self, ops, name, ids, out) -> Value:
+    def meter_memory(self, ops, name, ids, out) -> Value:
         """Count the memory of a one-hot activation of token ids."""
         return ops.block(out)
 
@@ -100,7 +100,7 @@ class FeaturesOp(Op):
         size, key = ops.plan.sizes[out.dims[-1]], random.derive_key("features", name)
         return _compute_from_ids(ops, ids[self.kind, name], out, lambda i, j: random.draw_normal(key, i * size + j))
 
-    def meter_kept_bytes(self, ops, name, ids, out) -> Value:
+    def meter_memory(self, ops, name, ids, out) -> Value:
         """Count the bytes of features drawn for token ids, and of the random integers that they are drawn from."""
         ops.integers(prod(ops.plan.local_shape(out)) * ops.plan.has_block(out, ops.at) * _DRAWN)
         return ops.block(out)
@@ -137,7 +137,7 @@ class RelativeBiasOp(BlockOp):
         bucket = ops.kernels.positions.relative_bucket(offsets, ops.plan.sizes["buckets"], distance, bidirectional)
         return embedding(bucket, table).permute(2, 0, 1)  # [heads, length, memory_length]
 
-    def meter_kept_bytes(self, ops, planned, table, scores, *, bidirectional, distance) -> Value:
+    def meter_memory(self, ops, planned, table, scores, *, bidirectional, distance) -> Value:
         """Count the bytes of the relative position bias of all offsets, whose bucket numbers are kept."""
         shape = dict(zip(scores.dims, ops.plan.local_shape(scores), strict=True))
         positions = shape["length"] * shape["memory_length"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS
-from platform.plan.operation_plan import PlannedOperation, computes_gradients_at_once, loss_chunk_rows
+from platform.plan.operation_plan import PlannedOperation, computes_gradients_in_forward, loss_chunk_rows
 from platform.plan.operations.einsums import meter_converted_group
 from platform.plan.operations.op import Gradients, Op, Saved, Value, assemble_plan, token_fields
 
@@ -49,7 +49,7 @@ class CrossEntropyOp(Op):
         targets, classes = ops.label_targets(planned, labels), ops.logit_classes(planned, spec, smoothing)
         return ops.kernels.chunked_loss.cross_entropy(logits, targets, ops.communicator, classes)
 
-    def meter_kept_bytes(self, ops, name, logits, spec, labels, smoothing=0.0) -> Value:
+    def meter_memory(self, ops, name, logits, spec, labels, smoothing=0.0) -> Value:
         """Count the memory of the logits' gradient, made in the forward pass, and of one chunk's statistics."""
         loss = ops.tensor(1)
         if not logits.elements:
@@ -94,11 +94,11 @@ class LinearCrossEntropyOp(Op):
             ops.group_operands(planned_product, 0),
             ops.logit_classes(planned_loss, spec, smoothing),
             at_once=not ops.absent(x)
-            and computes_gradients_at_once(planned_product, planned_loss, prod(rows), columns, x.shape[-1], wide),
+            and computes_gradients_in_forward(planned_product, planned_loss, prod(rows), columns, x.shape[-1], wide),
             deferred=ops.deferred,
         )
 
-    def meter_kept_bytes(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None) -> Value:
+    def meter_memory(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None) -> Value:
         """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
         planned_product = ops.operation_plan("project", table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
@@ -109,7 +109,7 @@ class LinearCrossEntropyOp(Op):
         *rows, columns = ops.plan.local_shape(spec)
         n, width = prod(rows), ops.plan.local_shape(x_spec)[-1]
         wide = ops.wide == ops.plan.itemsize["compute"]
-        at_once = computes_gradients_at_once(planned_product, planned_loss, n, columns, width, wide)
+        at_once = computes_gradients_in_forward(planned_product, planned_loss, n, columns, width, wide)
         if not (x.elements and ops.deferred is None and at_once):
             return _meter_kept_logits(ops, planned_product, x, weight, bias_values, spec)
         gradients = ops.new(x.elements), ops.new(weight.elements, ops.wide), *(ops.new(v.elements) for v in bias_values)
@@ -166,7 +166,7 @@ class SquaredErrorOp(Op):
             error = error.masked_fill(rows.reshape([shape[d] if d in token_dims else 1 for d in spec.dims]), 0)
         return error.square().double().sum() / 2
 
-    def meter_kept_bytes(self, ops, name, y, target, spec, ids) -> Value:
+    def meter_memory(self, ops, name, y, target, spec, ids) -> Value:
         """Count the bytes of the squared-error loss: the errors, kept for the backward pass, and their squares."""
         n = y.elements
         error, square = ops.new(n, ops.wide), ops.new(n, ops.wide)
@@ -199,7 +199,7 @@ class TokenLossOp(Op):
             counts = counts * targets.weights.abs()
         return loss + (x.flatten().to(loss.dtype) * counts).sum()
 
-    def meter_kept_bytes(self, ops, name, loss, x, spec, labels) -> Value:
+    def meter_memory(self, ops, name, loss, x, spec, labels) -> Value:
         """Count the memory of what each token counts, which is kept."""
         n = x.elements
         ops.new(2 * n, 8)

@@ -6,10 +6,10 @@
 | `plan_operation` | `plan_operations` | how it splits: compute layout, conversions, collectives with their sizes |
 | `count_flops` | placement of layers on stages | multiplications and additions of all ranks together |
 | `run_on_blocks` | `ParallelOps`, on a rank | the forward pass on its blocks; autograd derives the backward pass |
-| `meter_kept_bytes` | `Meter`, for a forecast | bytes that are allocated, kept for the backward pass, and taken there |
+| `meter_memory` | `Meter`, for a forecast | bytes that are allocated, kept for the backward pass, and taken there |
 | `count_accesses` | price of a step | elements that it reads and writes, by its attribute `memory_accesses` |
 
-Its other attributes are what price, runtime and optimizer need to know of it. `run_on_blocks` and `meter_kept_bytes` of
+Its other attributes are what price, runtime and optimizer need to know of it. `run_on_blocks` and `meter_memory` of
 a `BlockOp` see its activations and parameters as converted for it, and leave its result's conversion to it: what most
 operations are.
 
@@ -38,7 +38,7 @@ from platform.plan.rule import Conversion
 
 class Op:
     """Operation of the models' language, an attribute of `Ops` by its `kind`: on a recorder, `ops.norm(...)` is
-    `record_operation`, on a rank `run_on_blocks`, on a meter `meter_kept_bytes`, as `ops.bind_operation` says."""
+    `record_operation`, on a rank `run_on_blocks`, on a meter `meter_memory`, as `ops.bind_operation` says."""
 
     kind: str
     wide: Sequence[str] = ()  # which of its inputs and outputs may be in the type of statistics (Spec.dtype)
@@ -61,11 +61,11 @@ class Op:
         self.kind = name
 
     def __get__(self, ops: Any, owner: type | None = None) -> Any:
-        """Return this model operation bound to `ops`: its `record_operation`, `run_on_blocks` or `meter_kept_bytes`."""
+        """Return this model operation bound to `ops`: its `record_operation`, `run_on_blocks` or `meter_memory`."""
         return self if ops is None else ops.bind_operation(self)
 
     def bind_computation(self, ops: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `compute`, which is `run_on_blocks` or `meter_kept_bytes`, bound to `ops` as a model calls it."""
+        """Return `compute`, which is `run_on_blocks` or `meter_memory`, bound to `ops` as a model calls it."""
         return partial(compute, ops)
 
     def compose_operation(self, ops: Any, *arguments: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ class Op:
         """Compute this operation's forward pass on this rank's blocks; return its results."""
         return self.compose_operation(ops, *arguments, **options)
 
-    def meter_kept_bytes(self, ops: Any, *arguments: Any, **options: Any) -> Any:
+    def meter_memory(self, ops: Any, *arguments: Any, **options: Any) -> Any:
         """Count the memory that this operation takes on the metered worker; return stand-ins for its results."""
         return self.compose_operation(ops, *arguments, **options)
 
@@ -118,17 +118,19 @@ class Op:
 
 
 class BlockOp(Op):
-    """Operation whose `run_on_blocks` and `meter_kept_bytes` see blocks alone. They take the planned operation,
+    """Operation whose `run_on_blocks` and `meter_memory` see blocks alone. They take the planned operation,
     `planned` (None where nothing of it is planned), then the arguments: activations and parameters as converted for
     it; their result is converted as planned. A rank without a block of the first activation computes nothing, and
     passes on an empty one that stays connected to the gradients of all of them."""
 
     def bind_computation(self, ops, compute):
-        return partial(self._run_converted, ops, compute)
+        return partial(self._convert_and_compute, ops, compute)
 
-    def _run_converted(self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any) -> Any:
+    def _convert_and_compute(
+        self, ops: Any, compute: Callable[..., Any], first: Any, *more: Any, **options: Any
+    ) -> Any:
         """Convert an operation's activations and parameters to their planned layouts, call `compute` (its
-        `run_on_blocks` or `meter_kept_bytes`) on the blocks, and convert the result. `first`, `more`: its arguments."""
+        `run_on_blocks` or `meter_memory`) on the blocks, and convert the result. `first`, `more`: its arguments."""
         parameters = [a for a in (first, *more) if isinstance(a, Parameter)]
         name = first if isinstance(first, str) else parameters[0].name if parameters else ""
         planned = ops.plan.operations.get((self.kind, name))

@@ -77,7 +77,7 @@ class PointwiseOp(Op):
     accesses_by_inputs = {1: (2, 3), 2: (3, 5)}  # `memory_accesses` by their number
 
     def record_operation(self, ops, function, *x):
-        _check_function(function, len(x))
+        _check_pointwise_function(function, len(x))
         for other in x[1:]:
             ops.check_activation(other, x[0].spec)
         ops.note_operation(self.kind, function, x[0].spec)
@@ -90,7 +90,7 @@ class PointwiseOp(Op):
             return {"gated_silu": ops.kernels.expert_rows.gated_silu}.get(function, compute)(*x)
         return (compute if ops.absent(x[0]) else pointwise_function(ops, function))(*x)
 
-    def meter_kept_bytes(self, ops, function, *x) -> Value:
+    def meter_memory(self, ops, function, *x) -> Value:
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
         if function == "identity":
             return x[0]
@@ -113,7 +113,7 @@ class PointwiseEachOp(BlockOp):
 
     def record_operation(self, ops, functions, x, spec, dim):
         for function in functions:
-            _check_function(function, 1)
+            _check_pointwise_function(function, 1)
         ops.check_activation(x, spec)
         ops.note_operation(self.kind, *functions, spec)
         return x
@@ -127,7 +127,7 @@ class PointwiseEachOp(BlockOp):
         mine = functions[first : first + n]
         return torch.stack([known[f](part) for f, part in zip(mine, x.unbind(i), strict=True)], i)
 
-    def meter_kept_bytes(self, ops, planned, functions, x, spec, dim) -> Value:
+    def meter_memory(self, ops, planned, functions, x, spec, dim) -> Value:
         """Count the memory of pointwise functions per slice, as on the rank whose functions save most."""
         shape = dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         n, slices = shape[dim], range(0, len(functions), shape[dim])
@@ -149,17 +149,17 @@ class ScaleOp(BlockOp):
         """Multiply this rank's block of x by the number `factor`."""
         return x * factor
 
-    def meter_kept_bytes(self, ops, planned, x, spec, factor) -> Value:
+    def meter_memory(self, ops, planned, x, spec, factor) -> Value:
         """Count the memory of x times a number, of which nothing is kept for the backward pass."""
         return ops.plain(ops.block(spec), [x])
 
 
-def _check_function(function: str, arguments: int) -> None:
+def _check_pointwise_function(function: str, argument_count: int) -> None:
     """Raise ModelMistake for an unknown pointwise function, or one that takes another number of activations."""
     if function not in POINTWISE:
         raise ModelMistake(function, "no such pointwise function", POINTWISE)
-    if POINTWISE[function] != arguments:
-        raise ModelMistake(function, f"takes {POINTWISE[function]} activations, not {arguments}")
+    if POINTWISE[function] != argument_count:
+        raise ModelMistake(function, f"takes {POINTWISE[function]} activations, not {argument_count}")
 
 
 _PIECE = 1 << 15  # elements whose mask is drawn at once, as platform.runtime.residual.DRAWN_AT_ONCE
@@ -181,10 +181,10 @@ class DropoutOp(BlockOp):
     def run_on_blocks(self, ops, planned, name, x, spec):
         """Apply dropout to this rank's block of x, by the mask of this step and microbatch; x itself if none drops."""
         drawing, kernel = ops.random_drawing(name, spec, x.device), ops.kernels.residual
-        draw = ops.compile_function(kernel.drop_elements) if ops.compiles_functions else kernel.draw_in_pieces
+        draw = ops.compile_function(kernel.drop_elements) if ops.compiles_functions else kernel.apply_draw_in_pieces
         return kernel.apply_dropout(x, drawing, draw) if drawing else x
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec) -> Value:
+    def meter_memory(self, ops, planned, name, x, spec) -> Value:
         """Count the bytes of dropout: its result, and the random integers that draw one piece of the mask."""
         if not ops.dropout_rate:
             return x
@@ -211,7 +211,7 @@ class JitterOp(BlockOp):
         drawing = ops.random_drawing(name, spec, x.device, self.kind, rate)
         return ops.kernels.residual.apply_jitter(x, drawing) if drawing else x
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec, rate) -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, rate) -> Value:
         """Count the bytes of the product, and of the random numbers that draw one piece of it."""
         if not rate or ops.cache:
             return x
@@ -276,11 +276,11 @@ class MlpOp(Op):
         compute, of_rows = pointwise_function(ops, function), ops.kernels.chunked_loss
         weights, vectors, after = ([ops.parameter_block(p) for p in ps] for ps in (inner, biases, added))
         rows = -(-prod(x.shape[:-1]) // ops.plan.mlp_chunks)
-        layer = of_rows.HiddenRows(compute, weights, vectors, ops.parameter_block(down), *(after or [None]), rows)
+        layer = of_rows.TwoLayerWeights(compute, weights, vectors, ops.parameter_block(down), *(after or [None]), rows)
         y = ops.convert_block(of_rows.compute_by_chunks(layer, x), last.groups[0].einsums[0].output)
         return y if added or not bias else ops.shift(y, out, bias[0], None)
 
-    def meter_kept_bytes(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None) -> Value:
+    def meter_memory(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None) -> Value:
         """Count the memory of a feed-forward layer whose hidden rows are there a chunk at a time."""
         if not self.computes_by_chunks(ops, x, inner, biases, down, counts):
             return self.compose_operation(ops, function, x, spec, inner, hidden, biases, down, out, bias, counts)
@@ -365,7 +365,7 @@ class NormOp(BlockOp):
         widths = ops.row_widths(spec, len(planned.operation.parameters[0].dims), planned.over) if planned.over else ()
         return statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, planned.over, widths)
 
-    def meter_kept_bytes(self, ops, planned, x, spec, kind, gain, bias, eps=EPS) -> Value:
+    def meter_memory(self, ops, planned, x, spec, kind, gain, bias, eps=EPS) -> Value:
         """Count the bytes of LayerNorm or RMSNorm: kept normalised rows and deviations, and temporaries."""
         vectors, dims = [v for v in (gain, bias) if v], planned.operation.parameters[0].dims
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
@@ -417,7 +417,7 @@ class RotateOp(BlockOp):
         cos, sin = (t.view(shape) for t in ops.angles[key])
         return positions.apply_rotary(x, cos, sin, pairs, ops.compile_function(positions.turn_pairs))
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves") -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves") -> Value:
         """Count the bytes of rotary queries or keys, computed in the type of statistics; nothing is kept."""
         d_kv = ops.plan.local_shape(spec)[spec.dims.index("d_kv")]
         same, n = ops.wide == ops.plan.itemsize["compute"], x.elements
@@ -469,7 +469,7 @@ class ShiftOp(BlockOp):
                 parameter = parameter.unsqueeze(i)
         return x + parameter
 
-    def meter_kept_bytes(self, ops, planned, x, spec, parameter, counts=None) -> Value:
+    def meter_memory(self, ops, planned, x, spec, parameter, counts=None) -> Value:
         """Count the memory of the sum of an activation and a parameter, of which nothing is kept."""
         vectors = ops.new(x.elements if counts is not None else 0)  # noqa: F841  (until they are added)
         return ops.sum(ops.block(spec), [x, parameter])
@@ -493,7 +493,7 @@ class SinusoidOp(BlockOp):
         table = ops.kernels.positions.sinusoid_table(length.flatten(), d_model, ops.plan.sizes["d_model"])
         return x * scale + table.unflatten(0, length.shape).to(x.dtype)
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec, scale, positions=None) -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, scale, positions=None) -> Value:
         """Count the bytes of a scaled activation and of its sum with the sinusoidal position encoding."""
         scaled = ops.new(x.elements)
         out = ops.plain(ops.block(spec), [x])

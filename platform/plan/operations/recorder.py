@@ -83,17 +83,17 @@ class Recorder(Ops):
         if is_recomputed:
             self._recomputing = False
         if is_recomputed and is_block and self.leaves_out:
-            self._mark_left_out(begun)
+            self._mark_unneeded_product(begun)
         return out
 
-    def _mark_left_out(self, begun: int) -> None:
-        """Mark the last product of a recomputed stretch, whose operations begin at `begun`, if no gradient needs its
-        result: all behind it add or drop."""
+    def _mark_unneeded_product(self, first_operation: int) -> None:
+        """Mark the last product of a recomputed stretch, whose operations begin at `first_operation`, if no gradient
+        needs its result: all behind it add or drop."""
         last = len(self.operations) - 1
-        while last >= begun and OPERATIONS[self.operations[last].kind].needs_no_value:
+        while last >= first_operation and OPERATIONS[self.operations[last].kind].needs_no_value:
             last -= 1
         behind = [words[1:] for words in self.functions if words[0] > last]
-        if last >= begun and all(words[:2] == ("pointwise", "add") for words in behind):
+        if last >= first_operation and all(words[:2] == ("pointwise", "add") for words in behind):
             o = self.operations[last]
             if o.kind == "project" and len(o.outputs) == 1:
                 self.operations[last] = replace(o, once=True)
@@ -235,11 +235,11 @@ def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], 
     either += "tensor.uneven=true, or " if d in UNEVEN and size >= n and not planner.scheme.uneven else ""
     return (
         f"{key}={size} is not divisible by {axis_extents} ({', '.join(regions)});"
-        f" nearest legal: {either}{', or '.join(_legal_extents(planner, size, axes))}"
+        f" nearest legal: {either}{', or '.join(_list_legal_extent_hints(planner, size, axes))}"
     )
 
 
-def _legal_extents(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
+def _list_legal_extent_hints(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
     """Return hints on `axes`, whose product does not divide `size`: per axis the extents next below and next above that
     divide it beside the others, or extents of all of them, of which one is not 1, if a change of one axis cannot."""
     n, hints = planner.mesh.count_ranks(axes), []

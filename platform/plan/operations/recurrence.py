@@ -30,7 +30,7 @@ class RecurrenceOp(BlockOp):
         widened = ops.kernels.statistics.widen_dtype
         return _scan_function().apply(widened(gate), widened(x), spec.dims.index("length")).to(x.dtype)
 
-    def meter_kept_bytes(self, ops, planned, name, gate, x, spec) -> Value:
+    def meter_memory(self, ops, planned, name, gate, x, spec) -> Value:
         """Count the bytes of a gated linear recurrence: it keeps gates and result, in the type of statistics."""
         n, narrow = x.elements, ops.wide != ops.plan.itemsize["compute"]
         wide, kept_result = ops.widened(gate.storage, n), ops.new(n, ops.wide)

@@ -46,7 +46,7 @@ class RelayoutOp(BlockOp):
         """Return the activation x, which planned conversions before and after bring to the output's layout."""
         return x
 
-    meter_kept_bytes = run_on_blocks
+    meter_memory = run_on_blocks
 
 
 class RelayoutEachOp(Op):
@@ -113,7 +113,7 @@ class ConcatenateOp(Op):
             parts[i] = parts[i][where].expand(*joined_shape.values())
         return ops.convert_block(torch.cat(parts, out.dims.index(dim)), leave)
 
-    def meter_kept_bytes(self, ops, name, x, specs, out, dim) -> Value:
+    def meter_memory(self, ops, name, x, specs, out, dim) -> Value:
         """Count the bytes of concatenated activations, and of the conversions of the parts between layouts."""
         planned = ops.operation_plan(self.kind, name)
         *into, leave = planned.conversions
@@ -161,7 +161,7 @@ class ExpandKvOp(BlockOp):
         have, _ = ops.blocks[spec][dim]
         return x.index_select(dim, ops.global_positions(out, "heads", x.device) // per_group - have)
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec, out, *, grouped=False) -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, out, *, grouped=False) -> Value:
         """Count the memory of repeated keys or values; none where they are passed on as they are."""
         dim, per_group = out.dims.index("heads"), ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
         kv_heads, heads = (ops.plan.local_shape(t)[dim] for t in (spec, out))
@@ -205,7 +205,7 @@ class ReduceOp(BlockOp):
             y = y / prod(n for d, n in zip(spec.dims, ops.plan.global_shape(spec), strict=True) if d in reduced_dims)
         return y.permute([remaining_dims.index(d) for d in out.dims])
 
-    def meter_kept_bytes(self, ops, planned, name, function, x, spec, out) -> Value:
+    def meter_memory(self, ops, planned, name, function, x, spec, out) -> Value:
         """Count the bytes of a sum, mean or maximum of an activation; a maximum keeps what its gradient needs."""
         y = ops.inner(planned, planned.conversions[-1])
         saved: Saved = ()
@@ -254,7 +254,7 @@ class ReshapeOp(BlockOp):
         i = next(i for i, (a, b) in enumerate(zip(spec.dims, out.dims, strict=False)) if a != b)
         return x.flatten(i, i + 1) if len(spec.dims) > len(out.dims) else x.unflatten(i, (ops.blocks[out][i][1], -1))
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec, out) -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, out) -> Value:
         """Return x: a reshaped activation takes no new memory."""
         return x
 
@@ -283,7 +283,7 @@ class SequenceMeanOp(Op):
         mean = (ops.kernels.statistics.widen_dtype(x).sum(0) / count).to(x.dtype)
         return ops.convert_block(mean.expand(ops.shape_before(leave)), leave)
 
-    def meter_kept_bytes(self, ops, name, x, spec, tokens, out) -> Value:
+    def meter_memory(self, ops, name, x, spec, tokens, out) -> Value:
         """Count the memory of the means; of the tokens their number is kept."""
         planned = ops.operation_plan(self.kind, name)
         enter, leave = planned.conversions

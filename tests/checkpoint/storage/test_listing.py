@@ -171,7 +171,10 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_marked(storage, mo
 def test_who_only_looks_marks_nothing(storage):
     newest = storage.root / find_newest_checkpoint(storage).directory
     (newest / "blocks-00001.bin").write_bytes(b"")
-    assert find_newest_checkpoint(storage, mark=False).manifest.meta.step == 1 and not (newest / catalogue.BAD).exists()
+    assert (
+        find_newest_checkpoint(storage, quarantines=False).manifest.meta.step == 1
+        and not (newest / catalogue.BAD).exists()
+    )
     assert find_newest_checkpoint(storage).manifest.meta.step == 1 and (newest / catalogue.BAD).exists()
 
 

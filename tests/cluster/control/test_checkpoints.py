@@ -172,7 +172,7 @@ def test_what_the_workers_cannot_restore_is_refused(config, said, tmp_path, answ
 )
 def test_whether_the_end_is_saved(checkpoints, config, every, stop_at, saved, last, lacks):
     config.checkpoint.every, config.train.stop_at, checkpoints.step = every, stop_at, saved
-    assert checkpoints.lacks_last_step(last) is lacks
+    assert checkpoints.is_last_step_unsaved(last) is lacks
 
 
 def test_only_the_holder_of_the_lease_marks_a_corrupt_checkpoint(checkpoints, config, said, tmp_path):

@@ -125,19 +125,19 @@ def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(confi
 def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monkeypatch):
     config.checkpoint.every = 1
     with open_crew("inline", job(1)) as crew:
-        assert examination.violations_of_workers(crew, config, tmp_path) == {}
+        assert examination.compare_worker_environments(crew, config, tmp_path) == {}
         assert not list(tmp_path.rglob(".probe-*"))
         seen = []
         monkeypatch.setattr(crew, "call_ranks", lambda *a: seen.append(list(tmp_path.rglob(".probe-*"))) or 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            examination.violations_of_workers(crew, config, tmp_path)
+            examination.compare_worker_environments(crew, config, tmp_path)
         assert len(seen[0]) == 2 and not list(tmp_path.rglob(".probe-*"))
 
 
 def test_a_local_run_that_saves_nothing_proves_no_storage(config, job, tmp_path):
     config.checkpoint.on_stop = config.checkpoint.last = False
     with open_crew("inline", job(1)) as crew:
-        assert examination.violations_of_workers(crew, config, tmp_path) == {}
+        assert examination.compare_worker_environments(crew, config, tmp_path) == {}
         assert describe_environment(config, tmp_path, "x").sees.keys() == {"run.dir"}
     assert (
         open_storage(str(tmp_path)).list_sizes("checkpoints") == {} and not Path(config.run.dir, "checkpoints").exists()

@@ -10,9 +10,9 @@ from platform.monitor import JsonLines
 from platform.predict.make_plan import make_plan
 from platform.runtime.progress import frames_of_other_threads
 from platform.status.__main__ import status_text
-from platform.status.seen_run import look_into_run
+from platform.status.seen_run import read_run_contents
 from platform.train.gauges import read_flight_records
-from platform.train.replies import KEPT, prepare_dump_folder, write_summary
+from platform.train.replies import KEPT, prepare_dump_folder, write_dump_summary
 from tests.harness.oracle import configure
 
 
@@ -46,7 +46,7 @@ def test_a_blocked_rank_and_its_peer_write_where_they_stand(tmp_path):
     first, *rows = (folder / "summary.txt").read_text().splitlines()
     assert first.split() == ["rank", "since", "in", "waits", "for", "launched"]
     assert [row.split()[0] for row in rows] == ["rank0[data0]", "rank1[data1]"]
-    assert any(str(folder) in line for line in status_text(look_into_run(tmp_path))), "the verdict points to it"
+    assert any(str(folder) in line for line in status_text(read_run_contents(tmp_path))), "the verdict points to it"
 
 
 @pytest.mark.full
@@ -72,7 +72,7 @@ def test_old_dumps_go(tmp_path):
 
 def test_files_that_are_no_stands_count_as_no_answer(tmp_path):
     (tmp_path / "rank-0.json").write_text('{"time": "yesterday"}')
-    assert write_summary(tmp_path, {0: "rank0", 1: "rank1"}) == 0 and not (tmp_path / "summary.txt").exists()
+    assert write_dump_summary(tmp_path, {0: "rank0", 1: "rank1"}) == 0 and not (tmp_path / "summary.txt").exists()
 
 
 def test_another_thread_sees_the_stacks_of_a_process():

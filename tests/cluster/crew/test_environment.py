@@ -104,5 +104,5 @@ def test_an_embedded_ray_has_no_more_gpus_than_there_are(monkeypatch):
     monkeypatch.setattr(ray_session, "_init_ray", lambda _, **arguments: told.update(arguments))
     monkeypatch.setattr(ray_session, "gpu_count", lambda: 4)
     for size, gpus, expected in ((8, True, 4), (2, True, 2), (8, False, 0)):
-        ray_session.Embedded(size, gpus=gpus).close()
+        ray_session.EmbeddedRay(size, gpus=gpus).close()
         assert told["num_gpus"] == expected and told["num_cpus"] == size

@@ -12,8 +12,8 @@ from platform.cluster.control import pulse
 from platform.cluster.control.pulse import Pulse
 from platform.cluster.crew import heartbeats
 from platform.cluster.crew.failures import Member
-from platform.cluster.crew.heartbeats import Outlook
-from platform.monitor.journal import Live, read_live
+from platform.cluster.crew.heartbeats import CallMonitor
+from platform.monitor.journal import LiveState, read_live_state
 from platform.runtime import progress
 from platform.runtime.progress import PROGRESS, Activity, Progress, TcpLink, read_tcp_links
 from platform.train.replies import METHODS
@@ -30,14 +30,14 @@ def waits(seconds=1.0, **more):
 @pytest.fixture
 def sight(monkeypatch):
     monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0.0)
-    found = Outlook()
+    found = CallMonitor()
     found.pending = {7, 8}
     found.begin_call("step", "step(5)", RANKS, MEMBERS, {7, 8})
     return found
 
 
 def test_workers_are_asked_once_a_call_takes_long():
-    found, pending = Outlook(), {7, 8}
+    found, pending = CallMonitor(), {7, 8}
     found._round = time.monotonic() + 100
     found.begin_call("step", "step(5)", RANKS, MEMBERS, pending)
     begun = found.call[1]
@@ -60,7 +60,7 @@ def test_who_is_silent_waits_or_has_answered(sight):
     first, second = sight.list_workers()
     assert (first.rank, first.owes > 2.9, first.process in "RS", first.activity) == (0, True, True, None)
     assert (second.rank, second.owes, second.activity.section) == (1, None, "exposed_comm")
-    assert sight.describe_witnesses(7) == ["rank 1 waiting in exposed_comm"]
+    assert sight.describe_other_workers(7) == ["rank 1 waiting in exposed_comm"]
     sight.pending.discard(8)
     assert [worker.answered for worker in sight.list_workers()] == [False, True]
 
@@ -112,12 +112,15 @@ def test_links_are_counted_by_the_kernel(monkeypatch):
 
 def test_the_pulse_writes_what_is_seen(tmp_path, monkeypatch, sight):
     monkeypatch.setattr(pulse, "PULSE_SECONDS", 0.01)
-    with Pulse(tmp_path, lambda: Live(time=0.0, step=4, usual=0.5)) as beating:
+    with Pulse(tmp_path, lambda: LiveState(time=0.0, step=4, usual=0.5)) as beating:
         beating.outlook = sight
         deadline = time.monotonic() + 10
-        while not ((tmp_path / "live.json").exists() and read_live(tmp_path).workers) and time.monotonic() < deadline:
+        while (
+            not ((tmp_path / "live.json").exists() and read_live_state(tmp_path).workers)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
-        found = read_live(tmp_path)
+        found = read_live_state(tmp_path)
     assert (found.step, found.call, found.doing, found.pending) == (4, "step(5)", "training", 2)
     assert [worker.number for worker in found.workers] == [7, 8] and abs(found.time - time.time()) < 60
     assert json.loads((tmp_path / "live.json").read_text())["usual"] == 0.5
@@ -128,18 +131,18 @@ def test_a_pulse_on_a_disk_that_does_not_answer_ends(tmp_path, monkeypatch):
     held = threading.Event()
     monkeypatch.setattr(pulse, "replace_text", lambda *_: held.wait())
     begin = time.monotonic()
-    with Pulse(tmp_path, lambda: Live(time=0.0)):
+    with Pulse(tmp_path, lambda: LiveState(time=0.0)):
         time.sleep(0.05)
     assert time.monotonic() - begin < 5
     held.set()
 
 
 def far(method: str, *beats: tuple[int, int]) -> tuple[float, float]:
-    found = Outlook()
+    found = CallMonitor()
     found.begin_call(method, f"{method}()", RANKS, MEMBERS, {7, 8})
     for number, (done, total) in zip((7, 8), beats, strict=False):
         found.note_heartbeat(number, waits(done=done, total=total), time.monotonic(), True)
-    return found._call_progress(method)
+    return found._progress_of_call(method)
 
 
 def test_how_far_a_call_is_by_its_heartbeats():
@@ -149,7 +152,7 @@ def test_how_far_a_call_is_by_its_heartbeats():
     assert far("evaluate", (64, 256), (128, 256)) == (96, 256)
     assert far("restore") == (0, 0)
     assert far("evaluate", (64, 256), (0, 0)) == (64, 256), "one has not begun"
-    with Outlook()._show_phase("restore") as shown:
+    with CallMonitor()._show_call_progress("restore") as shown:
         assert shown.unit == "B" and shown.look() == (0, 0)
 
 

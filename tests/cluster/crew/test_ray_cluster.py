@@ -37,9 +37,9 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
 
     said = []
     with pytest.raises(ConfigError, match="cluster=ray: needs 5 CPUs, 4 there"):
-        resources.reserve_workers(Cluster(kind="ray", device="cpu"), 5, said.append)
+        resources.await_worker_places(Cluster(kind="ray", device="cpu"), 5, said.append)
     assert resources.count_available_workers(Cluster(kind="ray")) == 4
-    assert resources.reserve_workers(Cluster(kind="ray"), 4, said.append).device == "cpu"
+    assert resources.await_worker_places(Cluster(kind="ray"), 4, said.append).device == "cpu"
     with open_crew("ray", job(4)) as crew:
         crew.seat_members(job(4), sorted(crew.members))
         crew.call_ranks("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
@@ -61,7 +61,7 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
 def test_a_silent_head_holds_up_no_call_of_the_driver(two_machines, job, caplog):
     """Its control store is stopped, a worker dies and another is hired: that one comes when the store goes on."""
     caplog.set_level("INFO", "platform.cluster")
-    resources.reserve_workers(Cluster(kind="ray", device="cpu"), 2, print)
+    resources.await_worker_places(Cluster(kind="ray", device="cpu"), 2, print)
     [store] = two_machines.head_node.all_processes["gcs_server"]
     with open_crew("ray", job(2)) as crew:
         os.kill(store.process.pid, signal.SIGSTOP)
@@ -86,7 +86,7 @@ def test_a_silent_head_holds_up_no_call_of_the_driver(two_machines, job, caplog)
 def test_machines_go_and_come(two_machines, job, monkeypatch):
     """Hired members wait for a place without keeping anybody; one on a machine about to go is known."""
     other = next(iter(two_machines.worker_nodes))
-    assert resources.reserve_workers(Cluster(kind="ray"), 3, print).device == "cpu"
+    assert resources.await_worker_places(Cluster(kind="ray"), 3, print).device == "cpu"
     with open_crew("ray", job(3)) as crew:  # two on one machine, one on the other
         nodes = {number: member.node.rpartition("/")[2] for number, member in crew.members.items()}
         there = {number for number, node in nodes.items() if node == other.node_id}
@@ -122,4 +122,4 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
 def test_no_cluster_at_the_address(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match="cluster=ray: no Ray cluster at RAY_ADDRESS=127.0.0.1:1"):
-        resources.reserve_workers(Cluster(kind="ray"), 1, print)
+        resources.await_worker_places(Cluster(kind="ray"), 1, print)

@@ -89,7 +89,7 @@ def test_placement_and_labels(zones, joined, job, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"needs 3 CPUs, 2 there \(free in the Ray cluster on nodes with cluster.labels"
     ):
-        resources.reserve_workers(cluster, 3, print)
+        resources.await_worker_places(cluster, 3, print)
     cluster.labels = {"zone": "nowhere"}
     refused(1, r"1 time {'CPU': 1.0} on nodes with {'zone': 'nowhere'}, all on one node")
 
@@ -145,6 +145,6 @@ def test_a_run_asks_while_it_waits_and_takes_that_back_where_it_gives_up(zones, 
     cluster = joined(autoscale=True, wait=1.0)
     seen = []
     with pytest.raises(NoPlaces, match="waited 1 s for 5 CPUs, 4 of 5 there"):
-        resources.reserve_workers(cluster, 5, lambda line: seen.append(until(asked, {'{"CPU": 1.0}': 7})), spares=2)
+        resources.await_worker_places(cluster, 5, lambda line: seen.append(until(asked, {'{"CPU": 1.0}': 7})), spares=2)
     assert seen
     until(asked, {})

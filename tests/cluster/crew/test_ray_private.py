@@ -37,7 +37,7 @@ def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_file
     with open_crew("local", job(1)) as crew:
         folder = Path(crew._launcher._path).parent
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-        ours = {*leftovers.find_marked_processes(str(folder)), *descendants(), os.getpid()}
+        ours = {*leftovers.find_processes_of_directory(str(folder)), *descendants(), os.getpid()}
         found = listening(ours)
         assert found and found <= loopback | before, found
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -62,13 +62,13 @@ def test_an_embedded_ray_that_is_too_slow_is_started_again(error, monkeypatch, c
             raise error
 
     monkeypatch.setattr(ray_session, "_init_ray", init)
-    ray_session.Embedded(1, gpus=False).close()
+    ray_session.EmbeddedRay(1, gpus=False).close()
     assert len({*tried}) == 3 and not any(folder.exists() for folder in tried)
     assert caplog.text.count("once more") == 2
     monkeypatch.setattr(ray_session, "_ATTEMPTS", 2)
     with pytest.raises(type(error)):
-        ray_session.Embedded(1, gpus=False)
+        ray_session.EmbeddedRay(1, gpus=False)
     error = ValueError("num_cpus")
     with pytest.raises(ValueError):
-        ray_session.Embedded(1, gpus=False)
+        ray_session.EmbeddedRay(1, gpus=False)
     assert len(tried) == 6 and not any(folder.exists() for folder in tried)

@@ -9,7 +9,7 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.cluster.crew import ray_session
 from platform.cluster.crew.ray_actors import LEASE_SECONDS, Bundle, DemandLedger, Hysteresis
-from platform.cluster.crew.ray_session import build_runtime_env, job_config, matches_labels
+from platform.cluster.crew.ray_session import build_runtime_env, matches_labels, ray_job_config
 from platform.launch import compose_config
 
 CPU, GPU = Bundle({"CPU": 1.0}, {}), Bundle({"CPU": 1.0, "GPU": 1.0}, {"zone": "a"})
@@ -32,13 +32,13 @@ def test_a_demand_falls_slowly_and_rises_at_once(story):
 
 def test_the_ledger_adds_up_and_forgets_who_does_not_renew():
     ledger = DemandLedger()
-    ledger.book_demand("b", 1, GPU, 0.0)
-    ledger.book_demand("a", 2, CPU, 50.0)
+    ledger.record_demand("b", 1, GPU, 0.0)
+    ledger.record_demand("a", 2, CPU, 50.0)
     assert ledger.total_bundles(60.0) == [CPU, CPU, GPU]
-    ledger.book_demand("a", 1, CPU, 60.0)
+    ledger.record_demand("a", 1, CPU, 60.0)
     assert ledger.total_bundles(LEASE_SECONDS + 1) == [CPU]  # of the killed driver nothing stays
-    ledger.book_demand("a", 0, CPU, 70.0)
-    ledger.book_demand("unknown", 0, CPU, 70.0)
+    ledger.record_demand("a", 0, CPU, 70.0)
+    ledger.record_demand("unknown", 0, CPU, 70.0)
     assert ledger.total_bundles(70.0) == []
 
 
@@ -97,7 +97,7 @@ def test_what_the_job_says_too_is_refused_as_ray_would_but_by_name(monkeypatch):
 def test_a_job_tells_its_environment(told, found):
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as NAME  # noqa: N812
 
-    assert (job_config({NAME: told} if told else {}).get("runtime_env") or {}) == found
+    assert (ray_job_config({NAME: told} if told else {}).get("runtime_env") or {}) == found
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def test_the_store_holds_neither_secrets_nor_the_configuration(store, job, confi
 
 def test_the_key_is_for_this_user_alone_and_gone_once_all_are_there(store, job, monkeypatch):
     seen = []
-    write = torchrun._write_key
+    write = torchrun._write_secret_key
 
     def look(key, file):
         write(key, file)
-        seen.append((stat.S_IMODE(file.stat().st_mode), torchrun._read_key(file) == key))
+        seen.append((stat.S_IMODE(file.stat().st_mode), torchrun._read_secret_key(file) == key))
 
-    monkeypatch.setattr(torchrun, "_write_key", look)
+    monkeypatch.setattr(torchrun, "_write_secret_key", look)
     with open_crew("torchrun", job(1)) as crew:
         assert seen == [(0o600, True)] and not (job(1).run_dir / "torchrun.key").exists()
         crew.seat_members(job(1), [0])
@@ -68,15 +68,15 @@ def test_the_key_is_for_this_user_alone_and_gone_once_all_are_there(store, job, 
 def test_a_key_that_others_can_read_is_none(tmp_path, mode, monkeypatch):
     monkeypatch.setattr(torchrun, "_KEY_SECONDS", 0.0)
     file = tmp_path / "torchrun.key"
-    torchrun._write_key("0" * 64, file)
+    torchrun._write_secret_key("0" * 64, file)
     file.chmod(mode)
     with pytest.raises(ConfigError, match=r"run.dir=.*others can read or write it.*nearest legal: PLATFORM_SECRET"):
-        torchrun._find_key(tmp_path)
+        torchrun._find_secret_key(tmp_path)
     monkeypatch.setenv("PLATFORM_SECRET", "a word that all nodes know")
-    assert torchrun._find_key(tmp_path) == "a word that all nodes know"
+    assert torchrun._find_secret_key(tmp_path) == "a word that all nodes know"
     monkeypatch.setenv("PLATFORM_SECRET", "short")
     with pytest.raises(ConfigError, match="PLATFORM_SECRET: has 5 characters, and must have 16 at least"):
-        torchrun._find_key(tmp_path)
+        torchrun._find_secret_key(tmp_path)
 
 
 @pytest.mark.parametrize("told", ["null", "x", "[]", "{}", '{"address":["h",true],"session":"s"}', "[" * 5000])

@@ -5,7 +5,7 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.cluster import resources
 from platform.cluster.crew.failures import NoPlaces, NotThere
-from platform.cluster.resources import Supply, count_available_workers, reserve_workers
+from platform.cluster.resources import Supply, await_worker_places, count_available_workers
 from platform.config.fields import Config
 from platform.config.groups import Cluster
 
@@ -27,51 +27,51 @@ def said():
 @pytest.mark.parametrize(("gpus", "device"), [(4, "cuda"), (3, "cpu"), (0, "cpu")])
 def test_auto_takes_gpus_only_for_everybody_and_says_so(supply, said, gpus, device):
     supply(Supply(gpus, 2, "on this machine"))
-    assert reserve_workers(Cluster(), 4, said.append).device == device
+    assert await_worker_places(Cluster(), 4, said.append).device == device
     assert said == [f"device: {device} ({gpus} GPUs on this machine)"]
 
 
 def test_too_few_gpus(supply, said):
     supply(Supply(1, 2, "on this machine"))
     with pytest.raises(ConfigError, match="cluster.device=cuda: needs 8 GPUs, 1 there"):
-        reserve_workers(Cluster(device="cuda"), 8, said.append)
+        await_worker_places(Cluster(device="cuda"), 8, said.append)
 
 
 def test_local_workers_are_logical_but_a_crowd_is_warned_of(supply, said):
     supply(Supply(0, 2, "on this machine"))
-    assert reserve_workers(Cluster(device="cpu"), 8, said.append).device == "cpu"
+    assert await_worker_places(Cluster(device="cpu"), 8, said.append).device == "cpu"
     assert said == ["device: cpu"]
-    assert reserve_workers(Cluster(device="cpu"), 9, said.append).device == "cpu"
+    assert await_worker_places(Cluster(device="cpu"), 9, said.append).device == "cpu"
     assert said[-1] == "warning: 9 workers share 2 cores: this will be slow"
 
 
 def test_a_cluster_needs_a_cpu_per_worker(supply, said):
     supply(Supply(0, 3, "free in the Ray cluster", shared=True))
     with pytest.raises(ConfigError, match="cluster=ray: needs 4 CPUs, 3 there"):
-        reserve_workers(Cluster(kind="ray"), 4, said.append)
+        await_worker_places(Cluster(kind="ray"), 4, said.append)
 
 
 def test_waiting_for_more(supply, said, monkeypatch):
     monkeypatch.setattr(resources, "sleep", lambda seconds: None)
     few, enough = Supply(0, 3, "free", shared=True), Supply(0, 4, "free", shared=True)
     supply(few, few, enough)
-    assert reserve_workers(Cluster(kind="ray", wait=100), 4, said.append).device == "cpu"
+    assert await_worker_places(Cluster(kind="ray", wait=100), 4, said.append).device == "cpu"
     assert said == ["waiting for 4 CPUs, 3 of 4 there (free), up to 100 s", "device: cpu (0 GPUs free)"]
 
 
 def test_inline_is_a_world_of_one(said):
     with pytest.raises(ConfigError, match="cluster=inline: .* 2 workers; nearest legal: cluster=processes"):
-        reserve_workers(Cluster(kind="inline"), 2, said.append)
-    assert reserve_workers(Cluster(kind="inline", device="cpu"), 1, said.append).device == "cpu"
+        await_worker_places(Cluster(kind="inline"), 2, said.append)
+    assert await_worker_places(Cluster(kind="inline", device="cpu"), 1, said.append).device == "cpu"
 
 
 def test_torchrun_decides_the_size(said, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert count_available_workers(Cluster(kind="inline")) == 2
-    assert reserve_workers(Cluster(device="cpu"), 2, said.append).device == "cpu"
+    assert await_worker_places(Cluster(device="cpu"), 2, said.append).device == "cpu"
     with pytest.raises(ConfigError, match="this plan has 4 workers, and torchrun has started 2"):
-        reserve_workers(Cluster(device="cpu"), 4, said.append)
+        await_worker_places(Cluster(device="cpu"), 4, said.append)
 
 
 def test_available_workers(supply):
@@ -87,19 +87,19 @@ def test_a_driver_without_files_for_all_says_so_before_any_starts(said, monkeypa
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 1024))
     raised = []
     monkeypatch.setattr("resource.setrlimit", lambda which, limits: raised.append(limits))
-    assert reserve_workers(Cluster(kind="processes", device="cpu"), 298, said.append).device == "cpu"
+    assert await_worker_places(Cluster(kind="processes", device="cpu"), 298, said.append).device == "cpu"
     assert raised[0] == (1024, 1024)  # the soft limit is raised to the hard one
     reason = "cluster=processes: 299 workers need 1025 open files in the driver, .* is 1024"
     with pytest.raises(ConfigError, match=reason):
-        reserve_workers(Cluster(kind="processes", device="cpu"), 299, said.append)
+        await_worker_places(Cluster(kind="processes", device="cpu"), 299, said.append)
 
 
 def test_spares_never_block_a_start(supply, said):
     supply(Supply(0, 5, "free", shared=True))
-    assert reserve_workers(Cluster(kind="ray"), 4, said.append, 4) == ("cpu", 5, math.inf)
+    assert await_worker_places(Cluster(kind="ray"), 4, said.append, 4) == ("cpu", 5, math.inf)
     assert said[0] == "1 of 4 spares find a place now (free); the others are called for"
     supply(Supply(4, 2, "on this machine"))
-    assert reserve_workers(Cluster(kind="processes", device="cuda"), 4, said.append, 4) == ("cuda", 4, 4)
+    assert await_worker_places(Cluster(kind="processes", device="cuda"), 4, said.append, 4) == ("cuda", 4, 4)
 
 
 def test_who_waits_is_told_how_many_are_there_and_may_try_again(supply, said, monkeypatch):
@@ -109,22 +109,22 @@ def test_who_waits_is_told_how_many_are_there_and_may_try_again(supply, said, mo
     three, four = Supply(0, 3, "free", shared=True), Supply(0, 4, "free", shared=True)
     supply(three, three, four)
     with pytest.raises(NoPlaces, match=r"waited 10 s for 5 CPUs, 4 of 5 there \(free\)"):
-        reserve_workers(Cluster(kind="ray", wait=10), 5, said.append)
+        await_worker_places(Cluster(kind="ray", wait=10), 5, said.append)
     assert said == [f"waiting for 5 CPUs, {n} of 5 there (free), up to 10 s" for n in (3, 4)]
 
 
 def test_a_start_is_smaller_only_where_min_workers_says_so(supply, said):
     supply(Supply(0, 3, "free", shared=True))
-    assert reserve_workers(Cluster(kind="ray"), 8, said.append, 2, least=2) == ("cpu", 3, math.inf)
+    assert await_worker_places(Cluster(kind="ray"), 8, said.append, 2, least=2) == ("cpu", 3, math.inf)
     assert (
         said[0]
         == "cluster=ray: needs 8 CPUs, 3 there (free): starts with 3, as elastic.min_workers=2 allows, and grows"
     )
     with pytest.raises(ConfigError, match="needs 8 CPUs, 3 there"):
-        reserve_workers(Cluster(kind="ray"), 8, said.append, least=4)
+        await_worker_places(Cluster(kind="ray"), 8, said.append, least=4)
     supply(Supply(3, 16, "on this machine"))
-    assert reserve_workers(Cluster(kind="processes"), 8, said.append, least=2) == ("cuda", 3, 3)
-    assert reserve_workers(Cluster(kind="processes"), 8, said.append, least=4) == ("cpu", 8, math.inf)
+    assert await_worker_places(Cluster(kind="processes"), 8, said.append, least=2) == ("cuda", 3, 3)
+    assert await_worker_places(Cluster(kind="processes"), 8, said.append, least=4) == ("cpu", 8, math.inf)
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_a_cluster_that_a_run_has_worked_in_is_no_mistake(monkeypatch, kind, ste
 def test_places_that_are_lacking_may_come(supply, said):
     supply(Supply(0, 3, "free", shared=True))
     with pytest.raises(NotThere, match="needs 4 CPUs, 3 there"):
-        reserve_workers(Cluster(kind="ray"), 4, said.append)
+        await_worker_places(Cluster(kind="ray"), 4, said.append)

@@ -178,13 +178,13 @@ def test_a_run_is_its_users_alone_unless_the_directory_was_there(directory, conf
 
 
 def test_a_second_driver_is_told_who_has_the_directory_before_it_looks_for_places(directory, config, monkeypatch):
-    directory.refuse_owned()  # there is none
+    directory.refuse_if_locked()  # there is none
     with directory.claim(config, {}):
-        assert f"in use by process {os.getpid()} on" in refused(directory.refuse_owned)
+        assert f"in use by process {os.getpid()} on" in refused(directory.refuse_if_locked)
         config.cluster.kind = "ray"
         monkeypatch.setattr("platform.cluster.resources.reserve_or_suggest", lambda *_, **__: pytest.fail("too early"))
         assert "in use by process" in refused(lambda: driver.drive_run(config, make_plan(config)))
-    directory.refuse_owned()
+    directory.refuse_if_locked()
     with directory.claim(config, {}):  # asking has not taken it
         pass
 

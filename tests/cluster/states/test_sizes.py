@@ -68,7 +68,7 @@ def test_a_cluster_without_places_may_be_tried_again(config, drive, monkeypatch)
     def too_few(*_, **__):
         raise NoPlaces("waited 5 s for 4 CPUs, 2 of 4 there (free)")
 
-    monkeypatch.setattr(driver.resources, "reserve_workers", too_few)
+    monkeypatch.setattr(driver.resources, "await_worker_places", too_few)
     config.run.dir += "-3"
     assert driver.drive_run(config, make_plan(config), command=TYPED) == 75
     assert not Path(config.run.dir).exists()

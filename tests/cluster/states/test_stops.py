@@ -93,7 +93,9 @@ def test_while_the_data_is_made(config, drive, signals, monkeypatch):
     goes_on(config, drive, 0)
 
 
-@pytest.mark.parametrize("place", ["resources.reserve_workers", "violations_of_sources", "RunDirectory.check_identity"])
+@pytest.mark.parametrize(
+    "place", ["resources.await_worker_places", "violations_of_sources", "RunDirectory.check_identity"]
+)
 def test_before_the_run_has_a_journal(config, drive, signals, monkeypatch, place):
     def stopped(*args, **keywords):
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end this process"

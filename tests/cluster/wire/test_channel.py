@@ -132,11 +132,11 @@ def test_many_connections_from_one_process(board):
     board.expect_members(range(count))
     script = """
 import sys
-from platform.cluster.crew.channel import dial_driver, encode_message
-from platform.cluster.crew.switchboard import allow_many_files
-allow_many_files()
+from platform.cluster.crew.channel import connect_to_driver, encode_message
+from platform.cluster.crew.switchboard import raise_open_file_limit
+raise_open_file_limit()
 port, tokens = int(sys.argv[1]), sys.stdin.read().split()
-lines = [dial_driver(("127.0.0.1", port), token, number) for number, token in enumerate(tokens)]
+lines = [connect_to_driver(("127.0.0.1", port), token, number) for number, token in enumerate(tokens)]
 for line in lines:
     line.send_frame(encode_message({"answer": next(line.receive_messages())["call"], "value": None}))
 lines[0]._connection.recv(1)

@@ -14,8 +14,8 @@ from contextlib import ExitStack, closing, suppress
 import pytest
 
 from platform.cluster.crew import channel, switchboard
-from platform.cluster.crew.channel import Answer, dial_driver, encode_message
-from platform.cluster.crew.job import open_store
+from platform.cluster.crew.channel import Answer, connect_to_driver, encode_message
+from platform.cluster.crew.job import open_tcp_store
 from platform.cluster.crew.switchboard import OWN, PER_MEMBER, Switchboard
 from tests.harness.dialled import dialled, frame, greeting, knocked
 
@@ -61,7 +61,7 @@ def test_who_has_one_token_cannot_claim_another_number(board):
 
 def test_who_answers_without_the_token_is_not_taken_for_the_driver(board):
     with socket.create_server(("127.0.0.1", 0)) as fake, ThreadPoolExecutor(1) as pool:
-        line = pool.submit(dial_driver, fake.getsockname(), board.member_token(0), 0)
+        line = pool.submit(connect_to_driver, fake.getsockname(), board.member_token(0), 0)
         with fake.accept()[0] as connection:
             connection.sendall(encode_message({"challenge": "0" * 64}) + encode_message({"welcome": "0" * 64}))
             with pytest.raises(PermissionError):
@@ -93,7 +93,7 @@ def test_what_was_overheard_of_a_handshake_opens_nothing(board):
     wire = Wire(board)
     threading.Thread(target=wire.carry, daemon=True).start()
     with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial_driver, wire.address, board.member_token(0), 0)
+        dialling = pool.submit(connect_to_driver, wire.address, board.member_token(0), 0)
         while not (heard := board.poll_events(0.05)):
             pass
         line = dialling.result(20)
@@ -136,13 +136,13 @@ def test_a_peer_that_says_nothing_is_not_waited_for_longer_than_a_minute(monkeyp
     """Somebody else's server at the driver's address, that waits for its client to speak first."""
     monkeypatch.setattr(channel, "_DIAL_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError, match="does not answer: timed out"):
-        dial_driver(silent.getsockname(), "0" * 64, 0)
+        connect_to_driver(silent.getsockname(), "0" * 64, 0)
 
 
 def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):
     monkeypatch.setattr(board, "_most_strangers", lambda: 0)
     with ThreadPoolExecutor(1) as pool:
-        line = pool.submit(dial_driver, board.address, board.member_token(0), 0)
+        line = pool.submit(connect_to_driver, board.address, board.member_token(0), 0)
         for _ in range(5):
             assert board.poll_events(0.1) == []
         monkeypatch.undo()
@@ -152,7 +152,7 @@ def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):
 
 
 def test_strangers_leave_the_members_their_descriptors(monkeypatch):
-    monkeypatch.setattr(switchboard, "allow_many_files", lambda: OWN + PER_MEMBER * 2 + 40)
+    monkeypatch.setattr(switchboard, "raise_open_file_limit", lambda: OWN + PER_MEMBER * 2 + 40)
     board = Switchboard("127.0.0.1")
     board.expect_members([0, 1])
     with closing(board), ExitStack() as opened:
@@ -201,7 +201,7 @@ def test_the_store_of_a_generation_outlives_what_strangers_send():
     """torch's own server, in the driver's process."""
     from torch.distributed import TCPStore
 
-    store = open_store("127.0.0.1")
+    store = open_tcp_store("127.0.0.1")
     member = TCPStore(store.host, store.port, is_master=False)
     draw = random.Random(0)
     for number in range(300):
@@ -214,8 +214,8 @@ def test_the_store_of_a_generation_outlives_what_strangers_send():
 
 JUNK = """
 import random, socket, time
-from platform.cluster.crew.job import open_store
-store, r = open_store("127.0.0.1"), random.Random(0)
+from platform.cluster.crew.job import open_tcp_store
+store, r = open_tcp_store("127.0.0.1"), random.Random(0)
 for kind in [*range(20), *range(20)]:
     with socket.create_connection(("127.0.0.1", store.port)) as stranger:
         greeting = bytes([0]) + (0x3C85F7CE).to_bytes(4, "little")  # as a client of torch's begins

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from platform.config.fields import Config, Data
-from platform.config.ramps import find_step_length, step_sample_range
+from platform.config.ramps import find_sequence_length, step_sample_range
 from platform.data.corpus import open_run_corpus
-from platform.data.step_listing import heading_lines
+from platform.data.step_listing import format_step_heading
 from platform.data.step_view import ReadingRanks, StepView, TakenStep, describe_reader, ranks_in_words
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
@@ -88,13 +88,13 @@ PLANS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 def shown(c: Config, plan: Plan, step: int) -> StepView:
     """The view of a step."""
     return StepView(
-        TakenStep(c, step, step_sample_range(c.train, step), find_step_length(c, step), plan), open_run_corpus(c)
+        TakenStep(c, step, step_sample_range(c.train, step), find_sequence_length(c, step), plan), open_run_corpus(c)
     )
 
 
 def trained(c: Config, plan: Plan, step: int, monkeypatch) -> list[tuple[int, int, str, Any, Any]]:
     """What ranks read in a step: (rank, first sequence, data tensor, layout, its block)."""
-    found, load = [], StagePasses.load_blocks
+    found, load = [], StagePasses.load_input_blocks
 
     def noted(passes: StagePasses, split: str, first: int, end: int | None = None, chunk: Any = None) -> Any:
         blocks = load(passes, split, first, end, chunk)
@@ -103,7 +103,7 @@ def trained(c: Config, plan: Plan, step: int, monkeypatch) -> list[tuple[int, in
             found.extend((rank, first, name, at, blocks[name][key]) for key, at in readers.items())
         return blocks
 
-    monkeypatch.setattr(StagePasses, "load_blocks", noted)
+    monkeypatch.setattr(StagePasses, "load_input_blocks", noted)
     corpus = open_run_corpus(c)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator, corpus).step(step))
     return found
@@ -166,7 +166,7 @@ def test_work_of_documents_is_counted_as_pair_by_pair(folder, pieces):
         each = np.sum(pairs[first : first + 2], 0)
         slowest, mean = slowest + each.max(), mean + each.mean()
     assert view.num_sequences == 8 and view.work_imbalance == pytest.approx(slowest / mean) and view.work_imbalance > 1
-    (line,) = [line for line in heading_lines(view) if line.startswith("work: ")]
+    (line,) = [line for line in format_step_heading(view) if line.startswith("work: ")]
     assert f"the busiest of 2 ranks that share a sequence has {view.work_imbalance:.2f} times the mean" in line
 
 
@@ -174,7 +174,7 @@ def test_without_contexts_or_documents_that_are_kept_apart_there_is_no_work_to_c
     for kind, more in (("packed", {"data": 2}), ("text", {"context": 2})):
         c = configured(folder, kind, **more)
         view = shown(c, make_plan(c), 1)
-        assert not view.work_imbalance and not any(line.startswith("work") for line in heading_lines(view))
+        assert not view.work_imbalance and not any(line.startswith("work") for line in format_step_heading(view))
 
 
 def test_many_pieces_are_not_all_named():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor.metrics import Columns, MetricsLog, valid_rows
+from platform.monitor.metrics import MetricColumns, MetricsLog, valid_rows
 
 
 def lines(*rows: object) -> str:
@@ -29,7 +29,7 @@ def test_rows_are_those_that_the_log_reads(path: Path) -> None:
     rows[7]["loss"] = "NaN"
     rows[8]["val_loss"] = "Infinity"
     path.write_text(lines(*rows))
-    columns, wanted = Columns(path), MetricsLog.read_rows(path)
+    columns, wanted = MetricColumns(path), MetricsLog.read_rows(path)
     columns.read_rows_and_count_kept()
     assert list(columns.steps) == [row["step"] for row in wanted] == [1, 2, 3]
     assert columns.column_names == ["step", "train/loss", "time/data", "experts/load/0", "experts/load/1", "val/loss"]
@@ -41,7 +41,7 @@ def test_rows_are_those_that_the_log_reads(path: Path) -> None:
 
 
 def test_a_growing_file_is_read_on(path: Path) -> None:
-    columns = Columns(path)
+    columns = MetricColumns(path)
     assert columns.read_rows_and_count_kept() == 0 and not columns.steps  # not there yet
     path.write_text(lines({"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}) + '{"step": 3, "lo')
     assert columns.read_rows_and_count_kept() == 0 and list(columns.steps) == [1, 2]
@@ -63,7 +63,7 @@ def test_a_growing_file_is_read_on(path: Path) -> None:
 )
 def test_a_line_that_is_no_row_is_passed_over(path: Path, line: str) -> None:
     path.write_text(lines({"step": 1, "loss": 1.0}) + line + "\n" + lines({"step": 2, "loss": 2.0}))
-    columns = Columns(path)
+    columns = MetricColumns(path)
     columns.read_rows_and_count_kept()
     assert list(columns.column("train/loss")) == [1.0, 2.0] and columns.unread == 1
 
@@ -71,7 +71,7 @@ def test_a_line_that_is_no_row_is_passed_over(path: Path, line: str) -> None:
 def test_foreign_values_are_no_numbers(path: Path) -> None:
     row = {"step": 1, "loss": "<b>", "lr": None, "tokens": 10**400, "seconds": [{}, "x"], "experts": {"load/0": 5}}
     path.write_text(lines(row | {"expert_load": [1, 2], "unknown": 3}))
-    columns = Columns(path)
+    columns = MetricColumns(path)
     columns.read_rows_and_count_kept()
     assert columns.column_names == ["step", "tokens", "experts/load/0", "experts/load/1"]
     assert columns.column("tokens")[0] == inf and list(columns.column("experts/load/0")) == [5.0]
@@ -94,14 +94,14 @@ def test_rows_of_any_shapes_are_taken_as_one_by_one(path: Path, seed: int) -> No
             drawn = {key: chance.choice(kinds) for key in chance.sample(keys, 3)}
         rows.append({"step": step} | {key: draw() for key, draw in drawn.items()})
     path.write_text(lines(*rows))
-    columns = Columns(path)
+    columns = MetricColumns(path)
     columns.read_rows_and_count_kept()
     kept = valid_rows(rows)
     assert list(columns.steps) == [row["step"] for row in kept]
     seen: set[str] = set()
     for place, row in enumerate(kept):
         (alone := path.with_name("one.jsonl")).write_text(lines(row))
-        one = Columns(alone)
+        one = MetricColumns(alone)
         one.read_rows_and_count_kept()
         seen |= set(one.column_names)
         for name in columns.column_names:

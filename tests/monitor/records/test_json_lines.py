@@ -99,14 +99,14 @@ def test_generations_go_on_when_a_journal_is_opened_again(tmp_path: Path) -> Non
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     journal.write(events.Hiring(count=1))
-    assert [journal.next_generation(), journal.next_generation()] == [1, 2]
+    assert [journal.begin_generation(), journal.begin_generation()] == [1, 2]
     journal.write(events.Formed(workers=[{"rank": 0, "pid": 7}]))
     assert journal.generation == 2
     journal.close()
 
     journal = Journal(path)
     assert journal.generation == 2
-    assert journal.next_generation() == 3
+    assert journal.begin_generation() == 3
     journal.write(events.FirstStep(step=4))
     formed = JsonLines.read_objects(path)[1]
     assert (formed["event"], formed["generation"], formed["workers"]) == ("formed", 2, [{"rank": 0, "pid": 7}])

@@ -186,8 +186,8 @@ def test_steps_after_the_newest_checkpoint_are_sent_on_demand(tmp_path: Path, mo
     run.saved(2)
     follower = run.followed("seen")
     follower.catch_up()
-    assert [step for step, _ in steps()] == [1, 2] and follower.held_steps == 1
+    assert [step for step, _ in steps()] == [1, 2] and follower.num_held_steps == 1
     again = run.followed("seen")
     again.finalize_all_steps()
     again.close(None)
-    assert [step for step, _ in steps()] == [1, 2, 3] and not again.held_steps
+    assert [step for step, _ in steps()] == [1, 2, 3] and not again.num_held_steps

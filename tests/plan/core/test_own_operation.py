@@ -38,7 +38,7 @@ class SurgeOp(BlockOp):
     def run_on_blocks(self, ops, planned, name, x, spec):
         return torch.diff(x, dim=0, prepend=torch.zeros_like(x[:1])).relu() ** 2
 
-    def meter_kept_bytes(self, ops, planned, name, x, spec):
+    def meter_memory(self, ops, planned, name, x, spec):
         return ops.plain(ops.tensor(x.elements), [x], (ops.new(x.elements),))
 
 
@@ -98,7 +98,7 @@ def test_is_planned_checked_and_run_as_on_one_process(layout):
 def test_metered_bytes_are_those_that_a_run_keeps(config, monkeypatch):
     plan, kept = measured(config)
     assert set(kept) == {count_saved_elements(plan, build_model(config.model)).total_elements}
-    monkeypatch.setattr(SurgeOp, "meter_kept_bytes", lambda self, ops, planned, name, x, spec: ops.plain(x, [x]))
+    monkeypatch.setattr(SurgeOp, "meter_memory", lambda self, ops, planned, name, x, spec: ops.plain(x, [x]))
     assert set(kept) != {count_saved_elements(plan, build_model(config.model)).total_elements}
 
 

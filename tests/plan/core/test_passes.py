@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from platform.plan.generation_passes import batch_unit, generation_groups
-from platform.predict.choose_schedule import build_answering_model
+from platform.predict.choose_schedule import build_generation_model
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure
 
@@ -26,4 +26,4 @@ def test_the_fewest_texts_of_a_pass_can_be_planned(name):
     c.tensor.regions.update({"experts": experts} if experts else {})
     plan = make_plan(c)
     assert batch_unit(plan.scheme, plan.mesh) == texts
-    assert generation_groups(plan, build_answering_model(c))
+    assert generation_groups(plan, build_generation_model(c))

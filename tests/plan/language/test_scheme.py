@@ -264,7 +264,7 @@ def test_a_parameter_that_no_branch_splits_is_on_sub_grid_zero():
     assert found.parameter_layout("in", ["d_model", "d_ff"]) == Layout.build_canonical({"d_ff": ["g", "t"]})
     assert found.parameter_layout("in", ["d_model", "heads", "d_kv"]) == Layout.build_canonical({"heads": ["t"]}, ["g"])
     assert found.parameter_layout("vector", ["d_model"]) == Layout(only=("g",))
-    assert found.sub_grid_zero == ("g",) and scheme("1d", T, "dsp", g=2).sub_grid_zero == ()
+    assert found.sub_grid_zero_axes == ("g",) and scheme("1d", T, "dsp", g=2).sub_grid_zero_axes == ()
     assert scheme("1d", T, "dsp_csub", g=1).parameter_layout("vector", ["d_model"]) == Layout()
 
 

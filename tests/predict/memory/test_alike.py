@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from platform.plan.step_collectives import settle_kernels
+from platform.plan.step_collectives import resolve_auto_kernels
 from platform.predict import footprint
 from platform.predict.footprint import chunk_likeness
 from platform.predict.make_plan import make_plan
@@ -42,7 +42,7 @@ def test_sharing_measurements_changes_no_number(name, monkeypatch):
 
 
 def likenesses(plan, stages):
-    plans = [settle_kernels(plan, "cpu", 0.0).stage_part(stage) for stage in stages]
+    plans = [resolve_auto_kernels(plan, "cpu", 0.0).stage_part(stage) for stage in stages]
     return [chunk_likeness(part, part.chunks[0], part.buckets) for part in plans]
 
 

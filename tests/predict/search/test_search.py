@@ -16,7 +16,7 @@ from platform.config.validation import violations_of_configuration
 from platform.jobs.__main__ import main as write_job
 from platform.launch import compose_config
 from platform.predict import search as ranking
-from platform.predict.contenders import Contender, Space
+from platform.predict.contenders import Contender, SearchSpace
 from platform.predict.make_plan import make_plan, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes
 from platform.predict.replan import replan
@@ -31,7 +31,7 @@ def composed(*arguments: str, experiment: str = "gpt_quick"):
     return compose_config([f"+experiment={experiment}", *arguments])
 
 
-def every_choice(space: Space, workers: int):
+def every_choice(space: SearchSpace, workers: int):
     """All choices of all values for so many workers, legal or not."""
     c = space.config
     for scheme in space.scheme_tables:
@@ -51,7 +51,7 @@ def every_choice(space: Space, workers: int):
 
 def brute_force(config, workers: int, memory: float, hardware) -> float:
     """Seconds of the quickest plan of so many workers that fits."""
-    space, found = Space(config), []
+    space, found = SearchSpace(config), []
     for choice in every_choice(space, workers):
         made = space.build_config(choice)
         if violations_of_configuration(made) or not (plan := plan_quickly(made)):
@@ -81,10 +81,10 @@ def test_the_search_finds_what_brute_force_finds(arguments, memory, hardware):
 
 def test_the_estimate_is_near_the_price_of_the_plan():
     config, hardware = composed("tensor=auto", "parallel.data=-1"), read_hardware("cpu")
-    rated, judged = Field(Space(config), 4, LARGE, hardware).rate_contenders()
+    rated, judged = Field(SearchSpace(config), 4, LARGE, hardware).rate_contenders()
     assert judged == len(rated) > 15
     for one in rated[::3]:
-        made = Space(config).build_config(one.choice)
+        made = SearchSpace(config).build_config(one.choice)
         plan = make_plan(made)
         assert one.seconds == pytest.approx(step_price(made, plan, hardware).seconds, rel=0.3), one
         assert one.memory == pytest.approx(predict_peak_bytes(made, plan), rel=0.6), one
@@ -139,10 +139,10 @@ def test_megatrons_heuristics_are_found_again():
     """175B on A100s: tensor parallelism inside a node, pipeline beyond, replicas outermost."""
     arguments = "parallel.data=-1", "pipeline=auto", "tensor=1d_sp", "tensor.axes.t=-1", "recompute=auto"
     config = composed(*arguments, "train.microbatch=1", experiment="gpt175b")
-    rated, _ = Field(Space(config), 1536, 80e9, read_hardware("a100_80g")).rate_contenders()
+    rated, _ = Field(SearchSpace(config), 1536, 80e9, read_hardware("a100_80g")).rate_contenders()
     best = next(one for one in rated if one.memory <= 80e9).choice
     assert 1 < best.axes[0] <= 8 and best.stages > 1 and best.data > 1
-    assert [*make_plan(replace(Space(config).build_config(best))).mesh.axes] == ["stage", "data", "t"]
+    assert [*make_plan(replace(SearchSpace(config).build_config(best))).mesh.axes] == ["stage", "data", "t"]
 
 
 def test_experts_of_a_large_model_stay_inside_nodes():
@@ -150,7 +150,7 @@ def test_experts_of_a_large_model_stay_inside_nodes():
     multiple of the stages."""
     open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
     config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
-    rated, _ = Field(Space(config), 256, 130e9, read_hardware("h200")).rate_contenders()
+    rated, _ = Field(SearchSpace(config), 256, 130e9, read_hardware("h200")).rate_contenders()
     best = next(one for one in rated if one.memory <= 130e9).choice
     assert 1 < best.experts <= 8 and best.stages > 8
 
@@ -178,10 +178,10 @@ def test_the_estimate_of_exchanges_is_near_their_price():
         "model.capacity_factor=0",
     )
     config, hardware = composed(*open_keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
-    rated, _ = Field(Space(config), 64, LARGE, hardware).rate_contenders()
+    rated, _ = Field(SearchSpace(config), 64, LARGE, hardware).rate_contenders()
     assert {one.choice.experts for one in rated} == {1, 2, 4, 8, 16, 32, 64}
     for one in rated:
-        made = Space(config).build_config(one.choice)
+        made = SearchSpace(config).build_config(one.choice)
         assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one
 
 
@@ -191,18 +191,18 @@ def test_narrow_experts_are_left_whole():
     keys = "parallel.tensor_experts=auto", "parallel.experts=-1", "parallel.data=-1", "tensor=1d_sp", "tensor.axes.t=2"
     sizes = "model.layers=4", "train.global_batch=32", "train.microbatch=1", "model.capacity_factor=0", "pipeline=none"
     config, hardware = composed(*keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
-    rated, _ = Field(Space(config), 32, LARGE, hardware).rate_contenders()
+    rated, _ = Field(SearchSpace(config), 32, LARGE, hardware).rate_contenders()
     prices = {}
     for one in rated:
-        made = Space(config).build_config(one.choice)
+        made = SearchSpace(config).build_config(one.choice)
         found = prices[one.choice.experts, one.choice.tensor_experts] = step_price(made, make_plan(made), hardware)
         assert one.seconds == pytest.approx(found.seconds, rel=0.3), one
     assert len(prices) == 2 * 5
     assert all(prices[n, "whole"].seconds < prices[n, "split"].seconds for n in (1, 2, 4, 8, 16))
     best = search_plans(config, 32, LARGE, hardware).best_finalist
     assert best.choice.tensor_experts == "whole" == best.config.parallel.tensor_experts
-    assert "parallel.tensor_experts=whole" in Space(config).format_overrides(best.choice)
-    dense = Space(composed("plan.search=[all]"))
+    assert "parallel.tensor_experts=whole" in SearchSpace(config).format_overrides(best.choice)
+    dense = SearchSpace(composed("plan.search=[all]"))
     assert {c.choice.tensor_experts for c in Field(dense, 4, LARGE, hardware).rate_contenders()[0]} == {"split"}
 
 

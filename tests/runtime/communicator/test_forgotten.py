@@ -52,17 +52,17 @@ def groups():
 def test_it_is_waited_for_until_an_abort_and_a_little_longer(groups):
     work, begin = Forgotten(groups), time.monotonic()
     with pytest.raises(RuntimeError):
-        groups._wait_until_aborted(work)
+        groups._wait_unless_aborted(work)
     assert groups._stuck and work.waits == 5
     assert time.monotonic() - begin > 5 * ABORTED.total_seconds()  # also what an abort frees has time for that
 
 
 def test_what_ends_as_a_wait_does_is_no_failure(groups):
-    groups._wait_until_aborted(Late())
+    groups._wait_unless_aborted(Late())
     assert not groups._stuck
 
 
 def test_a_failure_is_raised_as_it_is(groups):
     with pytest.raises(RuntimeError, match="closed by peer"):
-        groups._wait_until_aborted(Late("closed by peer"))
+        groups._wait_unless_aborted(Late("closed by peer"))
     assert not groups._stuck

@@ -21,7 +21,7 @@ from platform.plan.step_collectives import count_communicators, process_groups
 from platform.predict.make_plan import make_plan
 from platform.runtime import host_memory
 from platform.runtime import process_groups as torch_distributed
-from platform.runtime.host_memory import BRANCHES, connect_timeout, find_relatives
+from platform.runtime.host_memory import BRANCHES, connect_timeout, find_tree_relatives
 from platform.runtime.process_groups import ProcessGroups, divide_disjoint_pairs
 
 TRILLION = [
@@ -168,7 +168,7 @@ def counted(how: str, ranks: int, environment: dict[str, str] = GLOO_ENVIRONMENT
 
 def planned(how: str, ranks: int) -> Formed:
     """What `counted` finds where each rank's record is of RECORD bytes."""
-    peers = [len(find_relatives(rank, ranks).peer_ranks) if how == "tree" else ranks - 1 for rank in range(ranks)]
+    peers = [len(find_tree_relatives(rank, ranks).peer_ranks) if how == "tree" else ranks - 1 for rank in range(ranks)]
     reads = sum(peers) if how == "tree" else ranks**2  # gloo reads its own record too
     return Formed(RECORD * reads, RECORD * ranks, sum(peers) + ranks)
 
@@ -187,14 +187,14 @@ def test_it_grows_with_the_ranks_and_not_with_their_square():
         tree, full = planned("tree", ranks), planned("full", ranks)
         assert tree.read + tree.written < 3 * ranks * RECORD and tree.sockets < 3 * ranks
         assert full.read == ranks**2 * RECORD and full.sockets == ranks**2
-        assert max(len(find_relatives(rank, ranks).peer_ranks) for rank in range(ranks)) <= 17
+        assert max(len(find_tree_relatives(rank, ranks).peer_ranks) for rank in range(ranks)) <= 17
     few, many = (counted("full", n, {"GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "0"}).read for n in (8, 16))
     assert many > 4.5 * few
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 17, 18, 100, 3072, 4369, 4370])
 def test_a_tree_has_a_place_for_every_rank(size):
-    places = [find_relatives(rank, size) for rank in range(size)]
+    places = [find_tree_relatives(rank, size) for rank in range(size)]
     assert sorted(child for at in places for child in at.child_ranks) == [*range(1, size)]
     for rank, at in enumerate(places):
         assert len(at.child_ranks) <= BRANCHES and all(places[child].parent == rank for child in at.child_ranks)

@@ -15,7 +15,7 @@ from platform.plan.layout import Mesh
 from platform.predict.make_plan import make_plan
 from platform.runtime import host_memory
 from platform.runtime.communicator import Aborted
-from platform.runtime.host_memory import PATIENCE, HostMemory, find_relatives
+from platform.runtime.host_memory import PATIENCE, HostMemory, find_tree_relatives
 from platform.runtime.progress import open_sockets
 from tests.harness.oracle import configure
 
@@ -54,7 +54,7 @@ def exchanged(config, plan, communicator):
 def test_only_those_who_have_something_for_each_other_are_connected(pool):
     """Each connection is one socket, each group one more that listens; an exchange leaves none behind."""
     for rank, (tree, left, most, found) in enumerate(on_all(pool, exchanged)):
-        assert tree == 1 + len(find_relatives(rank, RANKS).peer_ranks) and left == 0
+        assert tree == 1 + len(find_tree_relatives(rank, RANKS).peer_ranks) and left == 0
         assert most == [1 + len(FEW[rank]) if rank in FEW else 0] * 2
         assert found == {peer: [10 + peer] for peer in FEW.get(rank, ())}
 
@@ -149,7 +149,7 @@ def test_what_connects_during_an_abort_is_not_used(monkeypatch):
     """The abort did not know its sockets."""
     memory, calls = HostMemory.__new__(HostMemory), count()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host_memory, "_deliver_tensors", lambda *_: next(calls) and memory.abort())
+        patched.setattr(host_memory, "_send_and_receive_tensors", lambda *_: next(calls) and memory.abort())
         patched.setenv("GLOO_SOCKET_IFNAME", "lo")
         memory.__init__(Mesh.arrange_axes({"data": 1}), 0, torch.distributed.HashStore())
         assert not memory.connections

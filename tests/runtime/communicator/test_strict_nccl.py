@@ -160,7 +160,7 @@ def test_negative_control_memory_of_gradients_that_is_used_again_before_they_are
     reduce = FlatBucket.start_reduction
 
     def keep(self):
-        sums = self._sum_buffer()
+        sums = self._gradient_sum_buffer()
         reduce(self)
         self.sums = sums
 

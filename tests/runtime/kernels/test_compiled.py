@@ -140,7 +140,7 @@ def test_the_gradient_in_one_function_is_the_one_in_steps(dtype, factors):
     more = (whole, every) if factors else (None, None)
     once, stepwise = logits.clone(), logits.clone()
     chunked_loss._differentiate_compiled(once, shift, column, share, *more)
-    chunked_loss._differentiate_logits(stepwise, shift, column, share, *more)
+    chunked_loss._overwrite_logits_with_gradient(stepwise, shift, column, share, *more)
     torch.testing.assert_close(once, stepwise, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_bytes_per_element_in_bf16(function, most):
 
 def test_without_a_compiler(monkeypatch):
     """`auto` says nothing on CPU, where it compiles nothing, and imports no compiler to find that out."""
-    compilation._reason_compiler_fails.cache_clear()
+    compilation._explain_why_compiler_fails.cache_clear()
     monkeypatch.setattr(compilation, "which", lambda name: None)
     monkeypatch.setattr(compilation, "find_spec", lambda name: None)
     assert reason_uncompiled("on", "cpu") == "there is no C++ compiler"
@@ -184,12 +184,12 @@ def test_without_a_compiler(monkeypatch):
         reason_uncompiled("auto", "cpu") == "train.compile=auto"
         and reason_uncompiled("off", "cuda") == "train.compile=off"
     )
-    compilation._reason_compiler_fails.cache_clear()
+    compilation._explain_why_compiler_fails.cache_clear()
 
 
 def test_a_compiler_that_fails_is_found_by_trying(monkeypatch):
-    compilation._reason_compiler_fails.cache_clear()
+    compilation._explain_why_compiler_fails.cache_clear()
     monkeypatch.setattr(compilation, "which", lambda name: "/bin/true")
     monkeypatch.setattr(compilation.torch, "compile", lambda *a, **k: lambda x: 1 / 0)
     assert reason_uncompiled("on", "cpu") == "ZeroDivisionError: division by zero"
-    compilation._reason_compiler_fails.cache_clear()
+    compilation._explain_why_compiler_fails.cache_clear()

@@ -43,7 +43,7 @@ def calls(**more) -> Counter[str]:
         torch.set_num_threads(1)
         trainer = trainer_of(c, plan, communicator)
         trainer.ops.position = PassPosition(c.seed, 1, 0)
-        inputs = trainer.passes.load_blocks("train", 0)
+        inputs = trainer.passes.load_input_blocks("train", 0)
         with Copies() as copies:
             copies.live.without_transport(communicator)
             trainer.passes.model.forward(trainer.ops, inputs).backward()

@@ -12,9 +12,9 @@ from platform.runtime import residual
 from platform.runtime.residual import (
     DRAWN_AT_ONCE,
     Drawing,
+    apply_draw_in_pieces,
     apply_dropout,
     apply_jitter,
-    draw_in_pieces,
     drop_elements,
     tile_pieces,
 )
@@ -43,10 +43,10 @@ def by_elements(x: torch.Tensor, first: int = 0) -> torch.Tensor:
 def test_masks_are_those_of_the_elements(at_once, first, monkeypatch):
     monkeypatch.setitem(DRAWN_AT_ONCE, "cpu", at_once)
     x = torch.randn(12, 4, 20, dtype=torch.float64)
-    assert torch.equal(draw_in_pieces(x, *drawing(first)), by_elements(x, first))
+    assert torch.equal(apply_draw_in_pieces(x, *drawing(first)), by_elements(x, first))
     assert torch.equal(drop_elements(x, *drawing(first)), by_elements(x, first))
     turned = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)  # laid out otherwise in memory
-    assert torch.equal(draw_in_pieces(turned, *drawing(first)), by_elements(x, first))
+    assert torch.equal(apply_draw_in_pieces(turned, *drawing(first)), by_elements(x, first))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4, 7), (1, 90), (4, 1, 1, 9)])
@@ -62,7 +62,7 @@ def test_pieces_tile_a_tensor(shape, most):
     assert torch.equal(seen, torch.ones(shape))
 
 
-@pytest.mark.parametrize("draw", [drop_elements, draw_in_pieces])
+@pytest.mark.parametrize("draw", [drop_elements, apply_draw_in_pieces])
 def test_the_gradient_has_the_mask_and_nothing_is_saved(draw):
     x = torch.randn(12, 4, 20, dtype=torch.float64, requires_grad=True)
     kept: list[torch.Tensor] = []
@@ -97,8 +97,8 @@ def test_integers_stay_in_the_cache():
         RATE,
     )
     x = torch.randn(shape)
-    for draw, most in ((draw_in_pieces, 8 * DRAWN_AT_ONCE["cpu"]), (drop_elements, 0)):
-        with Largest(shape if draw is draw_in_pieces else None) as seen:
+    for draw, most in ((apply_draw_in_pieces, 8 * DRAWN_AT_ONCE["cpu"]), (drop_elements, 0)):
+        with Largest(shape if draw is apply_draw_in_pieces else None) as seen:
             draw(x, *d)
         assert seen.nbytes == (most or 8 * prod(shape))  # the control: as a whole, all of it
 

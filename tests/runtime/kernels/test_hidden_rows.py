@@ -35,11 +35,11 @@ def chunks(monkeypatch):
     """The number of rows in each chunk that a backward pass computes."""
     found: list[int] = []
 
-    def gradients(self, x, *more, compute=chunked_loss.HiddenRows.compute_chunk_gradients):
+    def gradients(self, x, *more, compute=chunked_loss.TwoLayerWeights.compute_chunk_gradients):
         found.append(len(x))
         return compute(self, x, *more)
 
-    monkeypatch.setattr(chunked_loss.HiddenRows, "compute_chunk_gradients", gradients)
+    monkeypatch.setattr(chunked_loss.TwoLayerWeights, "compute_chunk_gradients", gradients)
     return found
 
 
@@ -83,7 +83,7 @@ def test_in_16_bits_it_is_the_whole_within_rounding():
     found = []
     for chunk in (40, 7):
         leaves = [t.clone().requires_grad_() for t in (x, w, v)]
-        layer = chunked_loss.HiddenRows(torch.tanh, leaves[1:2], [], leaves[2], None, chunk)
+        layer = chunked_loss.TwoLayerWeights(torch.tanh, leaves[1:2], [], leaves[2], None, chunk)
         chunked_loss.compute_by_chunks(layer, leaves[0]).square().sum().backward()
         found.append([t.grad for t in leaves])
     for one, other in zip(*found, strict=True):

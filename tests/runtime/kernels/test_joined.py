@@ -24,9 +24,9 @@ PLANS = {
 def joined(monkeypatch) -> list[int]:
     """Collects the number of weights of every joined product."""
     counts: list[int] = []
-    outputs = einsum._Joined.compute_outputs
+    outputs = einsum._JoinedWeights.compute_outputs
     monkeypatch.setattr(
-        einsum._Joined,
+        einsum._JoinedWeights,
         "compute_outputs",
         lambda self, *given: (counts.append(len(self.weights.names)), outputs(self, *given))[1],
     )
@@ -36,7 +36,7 @@ def joined(monkeypatch) -> list[int]:
 def apart(c, monkeypatch):
     """One process with a product for each weight."""
     with monkeypatch.context() as patch:
-        patch.setattr(einsum, "_join_weights", lambda *_: None)
+        patch.setattr(einsum, "_join_adjacent_weights", lambda *_: None)
         patch.setattr(oracle, "_serial", {})
         return serial(c)
 

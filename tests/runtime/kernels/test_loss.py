@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from platform.model import build_model
 from platform.plan import operation_plan as chunks
 from platform.plan.layout import Mesh
-from platform.plan.operation_plan import computes_gradients_at_once, loss_chunk_rows
+from platform.plan.operation_plan import computes_gradients_in_forward, loss_chunk_rows
 from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_peak_bytes
@@ -137,7 +137,7 @@ def test_gradients_at_once_equal_those_kept(tied, more, small_chunks, monkeypatc
     )
     prove(c)
     assert calls and all(g is not None for g in calls)
-    assert computes_gradients_at_once(
+    assert computes_gradients_in_forward(
         plan.operations[_product(tied)], plan.operations["cross_entropy", "loss"], 256, 61, 16, True
     )
 

@@ -241,7 +241,7 @@ def products(monkeypatch, kind: str, short: int) -> tuple[int, int]:
     with_documents(monkeypatch, kind, short)
     x = [tensors(CASES["documents"])[name] for name in "qkv"]
     plan = PanelAttention([Stretch(0, LENGTH)], [[Stretch(0, LENGTH)]], (), "flash", SCALE, True)
-    found = panels._Reader(plan, x, None, Hiding(BEGINS)).panel_pairs(0)
+    found = panels._PanelPairs(plan, x, None, Hiding(BEGINS)).panel_pairs(0)
     each = [(p.score_count * (1 if p.sequences else BATCH), p.relation == MASKED) for p in found]
     return sum(n for n, _ in each), sum(n for n, masked in each if masked)
 
@@ -258,7 +258,7 @@ def test_scores_are_those_that_documents_leave(kind, monkeypatch):
 
 def early(change):
     """The mistake: documents begin, for what is left out, elsewhere than they do."""
-    cut = attention_pairs._cut_at_documents
+    cut = attention_pairs._cut_queries_at_documents
     return lambda *given: [(rows, q, change(q, begins)) for rows, q, begins in cut(*given)]
 
 
@@ -271,7 +271,7 @@ def early(change):
 def test_negative_control_a_wrong_border(change, kind, monkeypatch):
     with_documents(monkeypatch, kind, 8)
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) < 1e-12
-    monkeypatch.setattr(attention_pairs, "_cut_at_documents", early(change))
+    monkeypatch.setattr(attention_pairs, "_cut_queries_at_documents", early(change))
     assert max(compared(CASES["documents"], 2, zigzag, True).values()) > 1e-3
 
 
@@ -307,7 +307,7 @@ def test_narrow_types_are_merged_in_the_type_of_statistics():
     for count in (1, 4):
         x = [tensors(c)[name].bfloat16() for name in "qkv"]
         queries, keys = [Stretch(0, LENGTH)], [Stretch(0, LENGTH)]
-        reader = panels._Reader(PanelAttention(queries, [keys], (), "flash", SCALE, False), x, None, Hiding())
+        reader = panels._PanelPairs(PanelAttention(queries, [keys], (), "flash", SCALE, False), x, None, Hiding())
         whole, size = panels._MergedResult(x[0], 8), LENGTH // count
         for i in range(count):
             part = [x[0], *(t.narrow(2, i * size, size) for t in x[1:])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from platform.runtime.expert_rows import products_of_rows, sum_of_rows
+from platform.runtime.expert_rows import products_of_rows, sum_weighted_rows
 
 TYPES = [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
 
@@ -21,9 +21,9 @@ def test_equal_plain_sums(rows_type, weights_type):
     rows, at, weights = drawn(rows_type, weights_type)
     loose = {"rtol": 1e-12, "atol": 1e-12} if rows_type == torch.float64 else {"rtol": 1e-2, "atol": 1e-2}
     wanted = sum(weights[..., i, None].double() * rows.double()[at[..., i].clamp_min(0)] for i in range(4))
-    found = sum_of_rows(rows, at, weights)
+    found = sum_weighted_rows(rows, at, weights)
     assert found.dtype == rows_type and torch.allclose(found.double(), wanted, **loose)
-    assert torch.equal(found, sum_of_rows(rows, at, weights))
+    assert torch.equal(found, sum_weighted_rows(rows, at, weights))
     factors = torch.randn(5, 3, 8).to(rows_type)
     products = products_of_rows(rows, at, factors)
     each = (rows.double()[at.clamp_min(0)] * factors.double().unsqueeze(-2)).sum(-1)
@@ -34,9 +34,9 @@ def test_narrow_rows_are_added_in_the_type_of_the_weights():
     """In bf16 alone, 256 + 1 is 256."""
     rows = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16)
     at, weights = torch.tensor([[0, 1, 1, 1, 1]]), torch.ones(1, 5)
-    assert sum_of_rows(rows, at, weights).item() == 260.0
+    assert sum_weighted_rows(rows, at, weights).item() == 260.0
 
 
 def test_a_row_that_is_not_there_counts_nothing():
     rows = torch.full((2, 3), 7.0)
-    assert not sum_of_rows(rows, torch.tensor([[-1, -1]]), torch.zeros(1, 2)).any()
+    assert not sum_weighted_rows(rows, torch.tensor([[-1, -1]]), torch.zeros(1, 2)).any()

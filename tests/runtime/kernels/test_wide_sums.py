@@ -95,4 +95,6 @@ def test_what_is_added_at_once(zero):
     """Sums of ZeRO-2 and 3 are in the type of the products themselves."""
     plan = make_plan(configure(precision="bf16", data=2, zero=zero, microbatch=2))
     for bucket in plan.buckets:
-        assert plan.adds_gradients_at_once(bucket, "cuda") and plan.adds_gradients_at_once(bucket, "cpu") is (zero >= 2)
+        assert plan.adds_gradients_into_sums(bucket, "cuda") and plan.adds_gradients_into_sums(bucket, "cpu") is (
+            zero >= 2
+        )

@@ -87,9 +87,11 @@ def test_memory_is_as_planned(name, precision):
 
 @pytest.mark.parametrize("name", ["one rank", "gather", "ring"])
 def test_negative_control_a_block_that_its_last_query_sees(name, drawn, monkeypatch):
-    c, cut = drawn(name, 4), attention_pairs._cut_at_documents
+    c, cut = drawn(name, 4), attention_pairs._cut_queries_at_documents
     monkeypatch.setattr(
-        attention_pairs, "_cut_at_documents", lambda *x: [(rows, q, (last, last)) for rows, q, (_, last) in cut(*x)]
+        attention_pairs,
+        "_cut_queries_at_documents",
+        lambda *x: [(rows, q, (last, last)) for rows, q, (_, last) in cut(*x)],
     )
     with pytest.raises(AssertionError):
         compare(c, *run(c), serial(c))

@@ -12,7 +12,7 @@ from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
 from platform.runtime import expert_rows, products
-from platform.runtime.products import einsum_function_of_groups
+from platform.runtime.products import build_grouped_einsum
 from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, prove, run, with_operations
 from tests.harness.replayed_bytes import replay_traffic
 from tests.harness.routing import to_the_first
@@ -173,7 +173,7 @@ def test_grouped_products(dtype, kernel, monkeypatch):
         (g, w, back, (out, up, rows)),
         (x, g, of_w, (rows, out, up)),
     ):
-        product = einsum_function_of_groups(Groups(), *dims)
+        product = build_grouped_einsum(Groups(), *dims)
         assert torch.allclose(product(a, b).double(), wanted, **near)
         into = torch.ones(wanted.shape, dtype=dtype)
         assert torch.allclose(product(a, b, None, into).double(), wanted + 1, **near)

@@ -14,7 +14,7 @@ import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
-from platform.config.ramps import find_step_length
+from platform.config.ramps import find_sequence_length
 from platform.data import streams
 from platform.plan.plan import Plan
 from platform.plan.plan_check import find_unsoundness
@@ -191,7 +191,7 @@ def test_steps_move_what_each_length_moves():
     assert moved[4] == moved[8] == moved[16]
     flops = [plan.plan_of_length(n).flops_per_token for n in (4, 8, 16)]
     assert flops == sorted(flops) and flops[0] < flops[-1]
-    assert [find_step_length(c, step) for step in (1, 2, 3, 99)] == [4, 8, 16, 16]
+    assert [find_sequence_length(c, step) for step in (1, 2, 3, 99)] == [4, 8, 16, 16]
 
 
 def test_a_length_that_axes_do_not_divide_is_refused_with_others_that_do():

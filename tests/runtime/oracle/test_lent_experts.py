@@ -117,8 +117,8 @@ def test_a_gradient_that_stays_is_found(monkeypatch):
         self.sent.clear()
         return whole(self)
 
-    whole = conversion.Lending.wait
-    monkeypatch.setattr(conversion.Lending, "wait", forgetful)
+    whole = conversion.ExpertLending.wait
+    monkeypatch.setattr(conversion.ExpertLending, "wait", forgetful)
     c = configured(1, **PLANS["serial"])
     plan, results = run(c)
     with pytest.raises(AssertionError):

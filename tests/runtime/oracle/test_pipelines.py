@@ -226,10 +226,10 @@ def test_a_partial_microbatch_weighs_what_it_has(more):
 def test_negative_control_partial_microbatch(monkeypatch):
     """Where the missing sequences were real ones, the oracle must fail."""
     c = configure(data=3, microbatch=2, global_batch=11)
-    load = StagePasses.load_blocks
+    load = StagePasses.load_input_blocks
     monkeypatch.setattr(
         StagePasses,
-        "load_blocks",
+        "load_input_blocks",
         lambda self, split, first, end=None, chunk=None: load(self, split, first, chunk=chunk),
     )
     with pytest.raises(AssertionError):

@@ -265,7 +265,7 @@ def test_damage_and_comparisons_see_what_an_update_has_made():
 
 
 def test_negative_control_a_comparison_that_does_not_wait(monkeypatch):
-    monkeypatch.setattr(Weights, "settle_gathers", lambda self: None)
+    monkeypatch.setattr(Weights, "wait_for_gathers", lambda self: None)
 
     def work(trainer: Trainer) -> Any:
         trainer.step(1)

@@ -166,7 +166,7 @@ def held(trainer) -> dict[str, int]:
     """Bytes after one step: the optimizer's state without its counters, and the gradients that a microbatch leaves."""
     trainer._run_forward_backward(1)
     for flat in trainer.weights.buckets if trainer.plan.zero >= 2 else ():
-        flat.settle_reduction()
+        flat.finish_pass_reduction()
     sums = sum(g.nbytes for flat in trainer.weights.buckets for g in (flat.sums, flat.reduced) if g is not None)
     trainer.weights.finish_reductions()
     trainer.step(1)

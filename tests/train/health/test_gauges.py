@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from platform.train import gauges
-from platform.train.gauges import Gauges, Nvml, Process, Processors, gauge_sources
+from platform.train.gauges import Gauges, GpuGauges, ProcessGauges, ProcessorGauges, gauge_sources
 from platform.train.replies import GAUGES
 
 
@@ -57,18 +57,23 @@ class StandIn:
 
 
 def test_a_gpu_is_read_by_nvml() -> None:
-    assert Nvml(StandIn(), "GPU-7")() == {"gpu": 0.97, "device_memory": 60 << 30, "power": 612.5, "temperature": 61}
+    assert GpuGauges(StandIn(), "GPU-7")() == {
+        "gpu": 0.97,
+        "device_memory": 60 << 30,
+        "power": 612.5,
+        "temperature": 61,
+    }
 
 
 def test_what_a_gpu_does_not_have_is_left_out() -> None:
-    found = Nvml(StandIn("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates"), "GPU-7")()
+    found = GpuGauges(StandIn("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates"), "GPU-7")()
     assert found.keys() == {"device_memory", "temperature"}
 
 
 def test_the_stand_in_is_called_as_the_package_is() -> None:
     """All that the reader calls is there in the real package, with these parameters and these units."""
     stand_in = StandIn()
-    Nvml(stand_in, "GPU-7")()
+    GpuGauges(stand_in, "GPU-7")()
     assert len(stand_in.called) == 6
     for name in stand_in.called:
         mine, its = (inspect.signature(getattr(owner, name)) for owner in (stand_in, pynvml))
@@ -80,11 +85,11 @@ def test_the_stand_in_is_called_as_the_package_is() -> None:
 def test_without_a_driver_the_gpu_is_left_out() -> None:
     """By the real package, which finds no driver here, and no GPU of that name anywhere."""
     [only] = gauge_sources("GPU-00000000-0000-0000-0000-000000000000")
-    assert isinstance(only, Process)
+    assert isinstance(only, ProcessGauges)
 
 
 def test_a_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process()
+    process = ProcessGauges()
     assert process()["memory"] > 1 << 20 and "cpu" not in process(), "a moment shows no use of processors"
     assert process()["threads"] == torch.get_num_threads()
     monkeypatch.setattr(gauges, "SECONDS", 0.1)
@@ -95,7 +100,7 @@ def test_a_process_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.1 < process()["cpu"] < 2.5
     waited = iter((1.0, 1.06))
     monkeypatch.setattr(gauges, "_read_delay", lambda: next(waited))
-    process = Process()
+    process = ProcessGauges()
     time.sleep(0.1)
     assert 0.2 < process()["delayed"] <= 0.6
 
@@ -135,12 +140,12 @@ def test_a_machine_is_read_where_it_may_be(tmp_path: Path, monkeypatch: pytest.M
     clock = SimpleNamespace(now=10.0)
     monkeypatch.setattr(gauges.time, "monotonic", lambda: clock.now)
     machine(tmp_path, (100_000_000, 999_000_000), (41_000, 43_500))
-    processors = Processors(tmp_path)
+    processors = ProcessorGauges(tmp_path)
     assert processors() == {"temperature": 43.5}, "power takes two readings"
     machine(tmp_path, (220_000_000, 79_000_000), (44_000, 43_500))  # the second counter has begun anew
     clock.now = 12.0
     assert processors() == {"temperature": 44.0, "power": 100.0}
-    assert Processors(tmp_path / "none")() == {}
+    assert ProcessorGauges(tmp_path / "none")() == {}
 
 
 def test_readings_are_means_since_the_report_before() -> None:
@@ -158,5 +163,5 @@ def unreadable() -> dict[str, float]:
 
 
 def test_every_reading_has_a_column_in_the_report() -> None:
-    found = {"cpu", "delayed", *Process()(), *Nvml(StandIn(), "GPU-7")()}
+    found = {"cpu", "delayed", *ProcessGauges()(), *GpuGauges(StandIn(), "GPU-7")()}
     assert found == set(GAUGES)

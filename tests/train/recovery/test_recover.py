@@ -121,7 +121,7 @@ def source_of(case: dict[str, Any]) -> Source:
 
 def gather(source: Source, memories: list[RankSnapshots]) -> None:
     """Survivors without a seat pass on what only they have."""
-    _, handed = source.plan_gathering(memories[0].held)
+    _, handed = source.plan_handovers(memories[0].held)
 
     def work(communicator) -> None:
         memory = memories[source.gathered[communicator.rank]]

@@ -82,7 +82,7 @@ def test_few_seats_go_to_those_that_have_everything_or_the_others_pass_it_on(siz
     source, held = seated(source, [], size), source.formed.build_memory_map()
     assert len(set(source.seats)) == size and list_lost_tensors(held.state, source.list_surviving_chains(held)) == []
     if source.gathered:
-        survived, handed = source.plan_gathering(held)
+        survived, handed = source.plan_handovers(held)
         assert list_lost_tensors(held.state, survived) == []
         assert {copy.receiver for copy in handed} <= set(map(source.gathered.index, source.kept))
         alone = replace(source, gathered=[])

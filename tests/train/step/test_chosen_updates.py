@@ -121,7 +121,7 @@ def test_averages_take_the_weights_place_and_leave_it_as_it_was():
         trainer = trainer_of(c, plan, communicator)
         trainer.step(1)
         weights = trainer.weights
-        weights.settle_gathers()  # the step's gathers of updated shards run under the next pass
+        weights.wait_for_gathers()  # the step's gathers of updated shards run under the next pass
         master, compute = ({n: w.detach().clone() for n, w in v.items()} for v in (weights.master, weights.compute))
         c.eval.batches = 1
         usual = validation_loss(trainer)

@@ -85,7 +85,7 @@ def test_padding_of_an_encoder_does_not_influence_the_loss(dropout):
     c = configure(**MODELS["bert"], dropout=dropout)
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-    inputs = trainer.passes.load_blocks("train", 0)
+    inputs = trainer.passes.load_input_blocks("train", 0)
     with torch.no_grad():
         loss = trainer.passes.model.forward(trainer.ops, inputs)
         read = inputs["tokens"]["lookup", "embedding"]

@@ -31,7 +31,7 @@ def test_a_step_on_prompts_alone_is_refused(corpus, monkeypatch):
     monkeypatch.setattr(type(corpus), "predicted", lambda self, split, first, last: sum(counts[first:last]))
     with pytest.raises(ConfigError) as refused:
         compute_loss_divisor(plan, corpus, empty, empty + 1)
-    name = corpus.name_sample("train", empty)
+    name = corpus.describe_sample("train", empty)
     assert str(refused.value) == (
         f"train.global_batch=1: training samples {empty} to {empty}, of which the first is {name}, have no label; "
         "nearest legal: a larger one"

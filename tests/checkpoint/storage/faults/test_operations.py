@@ -204,6 +204,6 @@ def test_a_commit_needs_all_reports(storage):
         catalogue.commit_checkpoint(storage, directory, step.shapes, [one, two], meta(2))
     with pytest.raises(ValueError):
         replace(
-            Manifest.collect_reports(meta(2), [one, two]), meta=replace(meta(2), values={"scale": float("nan")})
+            Manifest.build_from_reports(meta(2), [one, two]), meta=replace(meta(2), values={"scale": float("nan")})
         ).encode()
     assert newest(storage) == 1
