@@ -152,13 +152,12 @@ def _describe_cause(error: BaseException) -> str:
     """Return an unforeseen exception in one line, with what limits the driver's memory if it got no more."""
     if not isinstance(error, MemoryError):
         return error_line(error)
-    soft = {flag: resource.getrlimit(limit)[0] for flag, limit in _MEMORY_LIMITS.items()}
+    soft = {"-d": resource.getrlimit(resource.RLIMIT_DATA)[0], "-v": resource.getrlimit(resource.RLIMIT_AS)[0]}
     limits = [f"ulimit {flag} {size >> 10}" for flag, size in soft.items() if size != resource.RLIM_INFINITY]
     why = " and ".join(limits) or "the machine has none left"
     return f"{error_line(error).rstrip(': ')}: this process got no more memory ({why})"
 
 
-_MEMORY_LIMITS = {"-d": resource.RLIMIT_DATA, "-v": resource.RLIMIT_AS}  # option of the shell's ulimit -> limit
 ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # the first whose type matches ends the run
     (type(None), _describe_done),
     (Stopped, _describe_stop),

@@ -220,10 +220,7 @@ class Cluster:
         25.0, "Gbit/s at which a node sends to others by TCP: prices snapshots, for elastic.snapshot_every=auto", "> 0"
     )
     threads: int = key(
-        0,
-        "CPU threads per worker; 0 = OMP_NUM_THREADS, else cores or a container's quota, divided among its workers",
-        ">= 0",
-        most=4096,
+        0, "CPU threads per worker; 0 = OMP_NUM_THREADS, else its share of usable cores", ">= 0", most=4096
     )
     bind: bool = key(True, "a worker on a GPU keeps to the CPU cores next to it, of its NUMA node")
     check: bool = key(False, "tell at the end what the run has proven of its cluster; 1 if it is not all")

@@ -182,14 +182,11 @@ def read_cpu_quota(root: Path = Path("/")) -> float:
         for mount in ("cpu", controllers) if controllers else ("", "unified"):
             top = root / "sys/fs/cgroup" / mount
             group = top / path.lstrip("/")
-            for place in (group, *group.parents):
-                first = _read_text(place / "cpu.max")
-                first = first or f"{_read_text(place / 'cpu.cfs_quota_us')} {_read_text(place / 'cpu.cfs_period_us')}"
-                quota, _, period = first.partition(" ")
+            for place in (p for p in (group, *group.parents) if p.is_relative_to(top)):
+                texts = [_read_text(place / f"cpu.{name}") for name in ("max", "cfs_quota_us", "cfs_period_us")]
+                quota, _, period = " ".join(texts).strip().partition(" ")
                 if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and "-1" are none
                     quotas.append(int(quota) / int(period))
-                if place == top:
-                    break
     return min(quotas)
 
 
