@@ -246,7 +246,7 @@ def read_own_files(run: PlannedRun, config_dir: str | None) -> dict[str, str]:
         texts = {place: files[place].read_text() for place in sorted(files)}
     if (size := sum(len(text.encode()) for text in texts.values())) > _CARRIED:
         constraint = f"has {size} bytes with the modules of extend; a manifest carries {_CARRIED}"
-        raise ConfigError("--config-dir", config_dir, constraint, [f"extend={run.config.extend} in the image"])
+        raise ConfigError("--config-dir", config_dir, constraint)
     return texts
 
 

@@ -3,6 +3,6 @@ finding changes that fit the memory. No process is started and no tensor is made
 are in plan/.
 
 Its files in reading order: hardware, work, price, calibration, meter, footprint, memory_budget, choose_schedule,
-make_plan, replan, step_price, recovery_price, contenders, estimate, search, remedies, plan_report, plan_screen,
-tier_traffic, measured_runs.
+legal_hints, make_plan, replan, step_price, recovery_price, contenders, estimate, search, remedies, plan_report,
+plan_screen, tier_traffic, measured_runs.
 """

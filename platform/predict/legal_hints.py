@@ -25,7 +25,7 @@ ListRefusals = Callable[[Config], list[str]]  # of a configuration: the lines th
 
 
 def keep_legal_hints(config: Config, lines: Sequence[str], list_refusals: ListRefusals) -> list[str]:
-    """Return the refusal lines of a configuration, each with those of its hints that `list_refusals` lets pass."""
+    """Return the refusal lines of a configuration, each with its legal hints, as judged by `list_refusals`."""
     if fields.violations_of_types(config) or not any(NEAREST in line for line in lines):
         return [*lines]
     mistakes = Counter(map(_refused_part, lines)) | Counter(map(_refused_part, list_refusals(config)))
