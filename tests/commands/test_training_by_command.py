@@ -130,7 +130,7 @@ def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("train.ramp_from=16", "train.ramp_from=16: must be < train.global_batch=8; nearest legal: 4, 0"),
+        ("train.ramp_from=16", "train.ramp_from=16: must be < train.global_batch=8; nearest legal: 0"),
         ("train.ramp_from=2 train.ramp_by=4", "train.ramp_by=4: must divide train.global_batch - train.ramp_from = 6"),
         ("train.ramp_from=2 train.ramp_by=2", "train.ramp_samples=0: train.ramp_from needs the samples over which"),
         ("train.length_ramp=[0:16,9:24]", "train.length_ramp=9:24: must divide model.length=16, so that pieces of"),

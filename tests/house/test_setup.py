@@ -26,7 +26,7 @@ TORCH = "python -m pip install --quiet --no-compile torch=="
 BUILD = "install --quiet --no-compile editables=="
 TRAINS = "--constraint requirements.txt --no-build-isolation --editable ."
 TESTS = f"{TRAINS}[dev]"
-LAUNCH, PYTEST = "python -m platform.launch +experiment=gpt_quick", "python -m pytest"
+LAUNCH, PYTEST = "python -m platform.launch +experiment=gpt_quick run.dir=runs/gpt_quick", "python -m pytest"
 
 
 @pytest.fixture
