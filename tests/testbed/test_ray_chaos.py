@@ -21,12 +21,13 @@ pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(7200)]
 
 FAULTS = int(os.environ.get("RAY_FAULTS", "11"))  # of each kind one
 SEED = int(os.environ.get("RAY_SEED", "1"))
-TOLERANCE = 1e-6  # of hundreds of steps, in which rounding of other meshes grows; a step too many is far more
+TOLERANCE = 1e-6  # of thousands of steps, in which rounding of other meshes grows; a step too many is far more
 PATIENCE = 600  # seconds from a fault to further steps, for what takes ten on an idle machine
 ROOT = Path(__file__).parents[2]
 RUN = [
     *(QUICK, *SMALL, "data=synthetic", "precision=fp64", "optimizer.warmup_steps=2", "tensor=serial"),
     *("train.global_batch=8", "train.microbatch=2", "train.steps=100000", "cluster.device=cpu"),
+    *("optimizer.lr=1e-4", "optimizer.schedule=constant"),  # a larger one lets rounding grow to 1e-5 in 231 steps
 ]
 RAY = [
     *("cluster=ray", "cluster.wait=300", "parallel.data=2", "checkpoint.every=10", "elastic.min_workers=1"),
