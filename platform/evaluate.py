@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary import refusals
+from platform.boundary.local_files import ReplacedFile
 from platform.boundary.refusals import CommandLine, ConfigError, format_violation, refuse_all, rephrase_refusals
 from platform.boundary.terminal import print_line, show_phase
 from platform.config.fields import Config
@@ -73,8 +74,6 @@ def _evaluate_model(arguments: argparse.Namespace) -> int:
     if arguments.include and not os.path.isdir(arguments.include):
         mistakes.append(format_violation("--include", arguments.include, "there is no such folder"))
     refuse_all(mistakes)
-    from platform.boundary.local_files import ReplacedFile
-
     out = ReplacedFile(arguments.json, "--json") if arguments.json else None
     measurements = _measure_model(arguments, overrides)
     if out:

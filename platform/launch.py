@@ -39,7 +39,6 @@ from platform.config.validation import violations_of_configuration
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from platform.weights import FROM_HF
 from platform.predict.make_plan import Plan
 from platform.weights import FROM_HF
 

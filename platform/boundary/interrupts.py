@@ -26,7 +26,7 @@ COMMANDS = tuple("launch generate evaluate doctor plan checkpoint weights data j
 # it is loaded: about as long as it takes to sleep and wake. By itself it looks 300,000 times, for milliseconds, and on
 # a busy machine these are taken from the very thread that it waits for. The waiting policy is another name for it.
 SPINNING, SPINS, POLICY = "GOMP_SPINCOUNT", "300", "OMP_WAIT_POLICY"
-_exit_process = os._exit  # which `guard_user_code` replaces, where code of the user's own calls it
+exit_process = os._exit  # `platform.boundary.refusals.refuse_process_end` replaces os._exit, for the user's own code
 Handler = Callable[[int, FrameType | None], Any]
 _is_command = False  # this process was started as one of COMMANDS
 
@@ -107,7 +107,7 @@ def _exit_command(number: int, _: FrameType | None) -> None:
     """Print on stderr which signal interrupts a command, and exit the process at once with its status."""
     interrupted = Interrupted(number)
     _print_stderr_line(str(interrupted))
-    _exit_process(interrupted.status)
+    exit_process(interrupted.status)
 
 
 def _raise_interrupted(number: int, _: FrameType | None) -> None:

@@ -28,6 +28,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from platform.boundary import terminal
+from platform.boundary.interrupts import exit_process
 from platform.boundary.redaction import forget_secrets, redact_output, redact_secrets, register_url_secrets
 from platform.boundary.terminal import escape_unprintable, is_reader_gone, print_line, print_refusals, refusal_line
 from platform.boundary.world_faults import UNAVAILABLE, is_external_fault, walk_causes
@@ -262,14 +263,14 @@ def guard_user_code(
         raise OwnCodeError(f"raises {describe_error(error)}") from error
 
 
-_end_process, _guarded = os._exit, threading.local()  # `_guarded.process`: whose code must not end it, 0 for none
+_guarded = threading.local()  # `process`: the one that the user's own code must not end, 0 for none
 
 
 def _end_unguarded(status: int) -> NoReturn:
     """End this process as os._exit does, in whose place it stands; raise SystemExit in the user's own code instead."""
     if getattr(_guarded, "process", 0) == os.getpid():  # a fork is that code's own; here nobody would say a word
         raise SystemExit(f"os._exit({status})")
-    _end_process(status)
+    exit_process(status)
 
 
 @contextmanager

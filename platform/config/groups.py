@@ -467,7 +467,7 @@ class Model:
         False, "attention's masks are drawn inside its kernel, per rank: not as other plans do"
     )
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
-    norm_eps: float = key(1e-5, "what norms add to the variance; those of latents add 1e-6", "> 0 and < 1")
+    norm_eps: float = key(1e-5, "what norms add to the variance; norms of latents add 1e-6", "> 0 and < 1")
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
     embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
     activation: str = key(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -234,20 +233,27 @@ def read_own_files(run: PlannedRun, config_dir: str | None) -> dict[str, str]:
     """Read the files that a job's arguments name on this machine: return path below one folder -> text, of the YAML
     files of `config_dir` in conf/, and of the modules of `extend` that are not installed in modules/. Raises
     ConfigError."""
-    files = {
-        f"conf/{path.relative_to(config_dir or '')}": path for path in Path(config_dir or os.devnull).rglob("*.yaml")
-    }
-    tops = {name.partition(".")[0] for name in run.config.extend} - sys.stdlib_module_names
-    for path in (Path(getattr(sys.modules[top], "__file__", None) or "/site-packages/a") for top in tops):
-        parts = path.parent.rglob("*.py") if path.stem == "__init__" else [path]
-        folder = path.parents[path.stem == "__init__"]
-        files |= {f"modules/{part.relative_to(folder)}": part for part in parts if "site-packages" not in path.parts}
+    paths = Path(config_dir).rglob("*.yaml") if config_dir else ()
+    files = {f"conf/{path.relative_to(config_dir or '')}": path for path in paths}
+    for name in {name.partition(".")[0] for name in run.config.extend} - sys.stdlib_module_names:
+        files |= {f"modules/{place}": path for place, path in _list_module_files(name)}
     with refuse_failures("--config-dir", config_dir, OSError, UnicodeError, why="cannot be read ({})"):
         texts = {place: files[place].read_text() for place in sorted(files)}
     if (size := sum(len(text.encode()) for text in texts.values())) > _CARRIED:
         constraint = f"has {size} bytes with the modules of extend; a manifest carries {_CARRIED}"
         raise ConfigError("--config-dir", config_dir, constraint)
     return texts
+
+
+def _list_module_files(name: str) -> Iterator[tuple[str, Path]]:
+    """Yield (path below its folder, path) of each file of an imported module or package, unless it is installed."""
+    module = sys.modules[name]
+    for folder in map(Path, getattr(module, "__path__", ())):  # a package without __init__ has several, maybe
+        if "site-packages" not in folder.parts:
+            yield from ((f"{name}/{path.relative_to(folder)}", path) for path in folder.rglob("*.py"))
+    file = getattr(module, "__file__", None)
+    if file and not hasattr(module, "__path__") and "site-packages" not in Path(file).parts:
+        yield f"{name}.py", Path(file)
 
 
 def fill_template(template: str, values: Mapping[str, str | None]) -> str:

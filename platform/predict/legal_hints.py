@@ -51,11 +51,11 @@ def _find_new_keys(
 ) -> list[str]:
     """Return the keys for which a configuration is refused, beyond the user's other `mistakes`, with the arguments
     `typed`, a hint of `line`; [] for arguments that only a command line can read."""
-    changed, own = deepcopy(config), _refused_part(line)
+    changed, refused = deepcopy(config), _refused_part(line)
     if not all([_apply_argument(changed, line, argument) for argument in re.split(r" (?=[a-z_.]+=)", typed)]):
         return []
-    cured = mistakes[own] if find_refused_key(typed) == find_refused_key(line) else 1
-    allowed = Counter(map(find_refused_key, (mistakes - Counter({own: cured})).elements()))
+    cured = mistakes[refused] if find_refused_key(typed) == find_refused_key(line) else 1
+    allowed = Counter(map(find_refused_key, (mistakes - Counter({refused: cured})).elements()))
     return [*(Counter(map(find_refused_key, list_refusals(changed))) - allowed)]
 
 

@@ -131,7 +131,7 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
     try:
         model = build_model(config.model)
         if few := _violation_of_chunk_count(config, len(getattr(model, "units", ("the model",)))):
-            raise ConfigError(_add_other_violations([few], config, data, kind))
+            raise ConfigError([few, *_find_other_violations([few], config, data, kind)])
         if config.model.layers > DEEP:  # all layers are alike
             shallow = build_model(replace(config.model, layers=2))
             build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
@@ -144,7 +144,7 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
         raise ConfigError("model.kind", config.model.kind, f"{error.name}: {error.reason}", legal) from None
     except IllegalPlan as error:
         *lines, last = error.violations
-        others = _add_other_violations(error.violations, config, data, kind)[len(error.violations) :]
+        others = _find_other_violations(error.violations, config, data, kind)
         meshes = [str(m).replace("'", "") for m in islice(_iterate_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also, *others]) from None
@@ -156,7 +156,7 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
     of_optimizer = optimizers.violations_of_patterns, optimizers.violations_of_splits
     checks = *of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents
     if refused := [line for check in checks for line in check(config, plan)]:
-        raise ConfigError(_add_other_violations(refused, config, data, kind))
+        raise ConfigError([*refused, *_find_other_violations(refused, config, data, kind)])
     return _add_shorter_plans(config, plan, data, kind)
 
 
@@ -403,7 +403,7 @@ def violations_of_layers(config: Config, data: int, kind: str) -> Iterator[str]:
             yield from _violations_of_shorter_plan(config, entry, error, data, kind) if entry else error.violations
 
 
-def _add_other_violations(lines: Sequence[str], config: Config, data: int, kind: str) -> list[str]:
-    """Return the refusal lines of a plan, and the lines of `violations_of_layers` that are about other keys."""
+def _find_other_violations(lines: Sequence[str], config: Config, data: int, kind: str) -> list[str]:
+    """Return the lines of `violations_of_layers` about other keys than the refusal `lines` of a plan are about."""
     known = {*map(find_refused_key, lines)}
-    return [*lines, *(new for new in violations_of_layers(config, data, kind) if find_refused_key(new) not in known)]
+    return [line for line in violations_of_layers(config, data, kind) if find_refused_key(line) not in known]

@@ -139,18 +139,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the page, or the stream of its changes, to a browser that has the token."""
         self._deadline.cancel()
         place, _, query = self.path.partition("?")
-        _, token, path = f"{place}//".split("/", 2)
+        token, slash, path = place.removeprefix("/").partition("/")
         if not self.server.is_allowed_host(
             self.headers.get("Host", "")
         ):  # a page of elsewhere, under a name that it chose
             self.send_error(HTTPStatus.FORBIDDEN, "this page is served under its own address alone")
         elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
             self.send_error(HTTPStatus.FORBIDDEN, "the address has a token, which the command prints")
-        elif path == "//":
+        elif slash and not path:
             text = page_html(self.server.page.current_page_data()).encode()
             self._send_head("text/html; charset=utf-8", length=len(text))
             self.wfile.write(text)
-        elif path == "events//":
+        elif path == "events":
             self._stream_changes(self.headers.get("Last-Event-ID") or query.removeprefix("change="))
         else:
             self.send_error(HTTPStatus.NOT_FOUND)

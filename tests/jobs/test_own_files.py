@@ -41,10 +41,12 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "package_of_mine").mkdir()
     (tmp_path / "package_of_mine/__init__.py").write_text("from package_of_mine import part\n")
     (tmp_path / "package_of_mine/part.py").write_text("PART = 1\n")
+    (tmp_path / "open_package/inner").mkdir(parents=True)  # without an __init__
+    (tmp_path / "open_package/inner/part.py").write_text("INNER = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "mine"
-    for name in [name for name in sys.modules if name.startswith(("loud_module", "package_of_mine"))]:
+    for name in [name for name in sys.modules if name.startswith(("loud_module", "package_of_mine", "open_package"))]:
         del sys.modules[name]
 
 
@@ -59,7 +61,7 @@ def laid_out(pod, texts, place: Path) -> Path:
 
 @pytest.mark.parametrize("launcher", ["ray", "torchrun"])
 def test_configuration_and_modules_travel_in_a_manifest(folder, launcher, tmp_path):
-    typed = [*RUN, "extend=[loud_module,package_of_mine.part,json]", "parallel.data=16"]
+    typed = [*RUN, "extend=[loud_module,package_of_mine.part,open_package.inner.part,json]", "parallel.data=16"]
     text = render_kubernetes_job([*typed, *POD, f"job.launcher={launcher}"], "mine")
     for document in documents(text):
         CHECK.validate(document)
@@ -79,7 +81,8 @@ def test_configuration_and_modules_travel_in_a_manifest(folder, launcher, tmp_pa
         assert {"name": "PYTHONPATH", "value": f"{OWN}/modules"} in container["env"]
         place = laid_out(pod, texts, tmp_path / f"pod{number}")
         there = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
-        modules = {"loud_module.py", "package_of_mine/__init__.py", "package_of_mine/part.py"}
+        packages = {"package_of_mine/__init__.py", "package_of_mine/part.py", "open_package/inner/part.py"}
+        modules = {"loud_module.py", *packages}
         assert there == {*(f"conf/{name}" for name in FILES), *(f"modules/{name}" for name in modules)}
         assert all((place / "conf" / name).read_text() == text for name, text in FILES.items())
         assert compose_config(RUN, str(place / "conf")).model == compose_config(RUN, "mine").model

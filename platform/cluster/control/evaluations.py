@@ -160,20 +160,22 @@ class Forecast:
         measured, count = average_parts(self._steps), len(self._steps)
         event = events.MeasuredStep(steps=count, seconds=sum(measured.values()), parts=measured)
         self._run.journal.write(event)
-        run, lines = self._run, [*parts_table(self.parts, measured, self._hardware.name, count)]
-        if not (is_worth_telling(self.parts, measured) or run.config.monitor.timeline):
+        if not (is_worth_telling(self.parts, measured) or self._run.config.monitor.timeline):
             return
-        slow = sum(measured.values()) > sum(self.parts.values())
-        if (
-            slow
-            and not busy
-            and run.job.device == "cpu"
-            and launcher_kind(run.config.cluster) in ("inline", "local", "processes")
-        ):
-            workers, cores = run.job.world_size, usable_cores()
-            threads = count_threads(run.config, workers, cores)
-            lines += filter(None, [describe_likely_cause(os.getloadavg()[0], cores, workers, threads)])
-        run.monitor.say("\n".join(lines))
+        lines = [*parts_table(self.parts, measured, self._hardware.name, count)]
+        if sum(measured.values()) > sum(self.parts.values()) and not busy and (cause := self._describe_machine_load()):
+            lines.append(cause)
+        self._run.monitor.say("\n".join(lines))
+
+    def _describe_machine_load(self) -> str:
+        """Return the line that says why the processors of this machine are slow for the run's workers; "" if they are
+        not, or workers compute elsewhere."""
+        config, job = self._run.config, self._run.job
+        if job.device != "cpu" or launcher_kind(config.cluster) not in ("inline", "local", "processes"):
+            return ""
+        cores = usable_cores()
+        threads = count_threads(config, job.world_size, cores)
+        return describe_likely_cause(os.getloadavg()[0], cores, job.world_size, threads)
 
 
 PROMPT = "def "  # that the sample at the end of a run continues, without validation documents
@@ -222,12 +224,12 @@ class Evaluations:
 
     def _choose_prompt(self) -> str:
         """Return the beginning of the first validation document of the run's text; PROMPT where there is none."""
-        splits = [split for split, _ in self._corpus.validation_splits.values()] if self._corpus.vocabulary else []
-        for split in splits[:1]:
-            tensors, special = self._corpus.batch(split, 0, 1), self._corpus.special.front
-            ids = [i for i in tensors["source" if "source" in tensors else "tokens"][0].tolist() if i not in special]
-            return self._corpus.decode(ids[:OPENING]).rstrip("\ufffd") or PROMPT
-        return PROMPT
+        split, _ = next(iter(self._corpus.validation_splits.values()), ("", 0.0))
+        if not split or not self._corpus.vocabulary:
+            return PROMPT
+        tensors, special = self._corpus.batch(split, 0, 1), self._corpus.special.front
+        ids = [i for i in tensors["source" if "source" in tensors else "tokens"][0].tolist() if i not in special]
+        return self._corpus.decode(ids[:OPENING]).rstrip("\ufffd") or PROMPT
 
     def _continue_prompts(
         self, crew: Crew, plan: Plan, prompts: Sequence[str], tokens: int, within: float = inf

@@ -113,7 +113,7 @@ def assign_worker(
 ) -> Assignment:
     """Return the assignment of member `number` with which a launcher starts its worker process: slot `local_rank` of
     `local_world_size` on machine `group_rank`, which has `cores` CPU cores (None: as many as this process may use),
-    which are divided among its workers as threads, unless cluster.threads or this process's OMP_NUM_THREADS says more.
+    which are divided among its workers as threads, unless cluster.threads or OMP_NUM_THREADS of this process is set.
 
     Its environment has torchrun's variables, as far as they stay the same in all generations.
     """
@@ -138,14 +138,14 @@ def assign_worker(
 
 
 def count_threads(config: Config, workers: int, cores: int) -> int:
-    """Return the threads of each of a machine's workers, which share its `cores` unless cluster.threads is set."""
+    """Return the threads of each of a machine's workers: cluster.threads, OMP_NUM_THREADS, or a share of `cores`."""
     return config.cluster.threads or share_cores(cores, inf, workers, os.environ.get("OMP_NUM_THREADS", ""))
 
 
 def worker_environment(config: Config, device: str) -> dict[str, str]:
     """Return the environment variables of the run's worker processes on this kind of `device` (cpu, cuda), name ->
-    value. A value that is set in the environment of this process, the driver, replaces ours; if it is set under the
-    variable's older name (ALSO), that name takes the variable's place."""
+    value. A value that is set in the environment of this process, the driver, replaces ours; if it is set under another
+    name of the variable (ALSO), that name takes the variable's place."""
     ours = GLOO_ENVIRONMENT | THREAD_ENVIRONMENT
     if device == "cuda":
         ours |= CUDA_ENVIRONMENT

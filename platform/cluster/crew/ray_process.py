@@ -2,7 +2,7 @@
 its process, so that none is made in the driver's.
 
 `RayProcess` sends it orders, which it carries out one after the other (`serve_orders`, with an
-`elastic_platform.cluster.crew.ray_actors.ActorHost`), and hears answers and news. `find_silence` asks the cluster's
+`platform.cluster.crew.ray_actors.ActorHost`), and hears answers and news. `find_silence` asks the cluster's
 control store for a sign of life without any of Ray's code.
 """
 

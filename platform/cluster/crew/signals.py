@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from platform.boundary import documents
-from platform.boundary.interrupts import ENDING
+from platform.boundary.interrupts import ENDING, exit_process
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import escape_unprintable
 
@@ -40,7 +40,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         """Install the handlers of the run's stop signals, until the context is left. Keep ignoring signals that
-        were ignored before (nohup does so with SIGHUP), except those of _ALWAYS."""
+        were ignored before (nohup does so with SIGHUP), except the signals of _ALWAYS."""
         self._requested: str | None = None
         self._deferred = self._interrupting = False
         self._status: int | None = None  # exit status, once the run's end is being reported
@@ -97,7 +97,7 @@ class StopSignals:
         elif now < self._first + _ECHO_SECONDS:
             return
         if self._status is not None:
-            return None if first else os._exit(self._status)
+            return None if first else exit_process(self._status)
         self._requested = self._requested or stop_reason(number)
         if not first:
             for ignored in ENDING:
