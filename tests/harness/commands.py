@@ -21,14 +21,14 @@ SMALL = "model.layers=1 model.d_model=32 model.length=16 model.vocab=300 eval.ev
 TIMEOUT = 280  # seconds; a loaded machine is slow, and a hang must still end
 
 
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, cwd: Path, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "platform.launch", *arguments],
         cwd=cwd,
         env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=timeout,
     )
 
 

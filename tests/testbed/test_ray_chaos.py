@@ -14,7 +14,7 @@ import pytest
 
 from platform.monitor import JsonLines, MetricsLog
 from tests.harness.chaos import differences
-from tests.harness.commands import QUICK, SMALL, command
+from tests.harness.commands import QUICK, SMALL, TIMEOUT, command
 from tests.testbed.ray_machines import Chaos, RayMachines, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(7200)]
@@ -104,7 +104,7 @@ def test_chaos(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)]
     alone = tmp_path / "alone"
     typed = ["cluster=inline", "parallel.data=1", f"train.stop_at={len(rows)}", f"run.dir={alone}"]
-    done = command(*RUN, *typed, "checkpoint.best=false", cwd=ROOT)
+    done = command(*RUN, *typed, "checkpoint.best=false", cwd=ROOT, timeout=TIMEOUT + len(rows))
     assert not done.returncode, done.stderr
     assert differences(rows, MetricsLog.read_rows(alone / "metrics.jsonl")) == []
     for i, event in enumerate(events):
