@@ -33,7 +33,6 @@ ACCELERATORS = (
     Accelerator("H800", 989e12, 80e9),
     Accelerator("H20", 148e12, 96e9),
     Accelerator("A100 40GB", 312e12, 40e9),
-    Accelerator("A100 40G", 312e12, 40e9),
     Accelerator("A100", 312e12, 80e9),
     Accelerator("A800 40GB", 312e12, 40e9),
     Accelerator("A800", 312e12, 80e9),
@@ -66,7 +65,7 @@ def find_accelerator(device: str) -> Accelerator | None:
     >>> find_accelerator("NVIDIA A100-SXM4-80GB")
     Accelerator(name='A100', peak=312000000000000.0, memory=80000000000.0)
     """
-    words = set(re.findall(r"\w+", device))
+    words = set(re.findall(r"\w+", re.sub(r"\b(\d+)G\b", r"\1GB", device)))  # Ray says A100-40G
     return next((candidate for candidate in ACCELERATORS if words.issuperset(candidate.name.split())), None)
 
 

@@ -173,7 +173,7 @@ def parse_hardware(name: str, data: Mapping[str, Any]) -> Hardware:
     memory and its peak in bf16, the table of accelerators does. Raises HardwareMistake with every mistake."""
     reader = _DescriptionReader(data)
     reader.known.add("accelerator")
-    device = find_accelerator(str(data.get("accelerator") or "").replace("-", " "))
+    device = find_accelerator(str(data.get("accelerator") or ""))
     peaks = reader.read_part("peaks")
     speeds = {str(precision): peaks.read_number(str(precision)) for precision in peaks.data}
     if device and device.peak:

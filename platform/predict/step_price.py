@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
-
-import yaml
 
 from platform.boundary.documents import parse_yaml, read_bytes
 from platform.boundary.refusals import ConfigError, closest_values
@@ -29,6 +29,7 @@ from platform.predict.work import EVEN, Execution, StepWork, step_work
 
 FOLDER = CONF / "hardware"
 MOST_DRAWN = 4000  # passes in the picture of a step
+_ACCELERATOR = re.compile(r"^accelerator: *([^#\n]*)", re.MULTILINE)  # in a file, which is slow to read as YAML
 
 
 def names_of_hardware() -> list[str]:
@@ -45,26 +46,42 @@ def file_of_hardware(name: str) -> Path:
 def read_hardware(name: str) -> Hardware:
     """Return the hardware `name` of `conf/hardware/`, or of the user's own file at that path. Raises ConfigError with
     every mistake."""
+    data = _read_description(name)
+    if "like" in data:
+        data = _merge_descriptions(_read_description(str(data.pop("like"))), data)
+    try:
+        return parse_hardware(file_of_hardware(name).stem, data)
+    except HardwareMistake as error:
+        raise ConfigError([f"hardware {name}: {line}" for line in error.mistakes]) from None
+
+
+def _read_description(name: str) -> dict[str, Any]:
+    """Return what the file of the hardware `name` says. Raises ConfigError if there is none, or it is no YAML."""
     path = file_of_hardware(name)
     if not path.is_file():
-        legal = ", ".join(names_of_hardware())
+        nearest = sorted(closest_values(name, names_of_hardware()), key=lambda other: not other.startswith(name))
+        legal = ", ".join(nearest[:3])
         raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
     try:
         data = parse_yaml(read_bytes(path))
-        return parse_hardware(path.stem, data if isinstance(data, dict) else {})
+        return data if isinstance(data, dict) else {}
     except (Malformed, OSError) as error:
         raise ConfigError(f"hardware {name}: is no YAML: {error}") from None
-    except HardwareMistake as error:
-        raise ConfigError([f"hardware {name}: {line}" for line in error.mistakes]) from None
+
+
+def _merge_descriptions(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a hardware that is as the `base` but for what its `own` says, key by key."""
+    parts = {key: value for key, value in own.items() if isinstance(value, dict) and isinstance(base.get(key), dict)}
+    return {**base, **own, **{key: _merge_descriptions(base[key], value) for key, value in parts.items()}}
 
 
 @lru_cache(maxsize=32)
 def find_gpu_hardware(gpu: str) -> Hardware | None:
     """Return the hardware of a type of GPU, such as cluster.gpu, None if no file in `conf/hardware/` describes it."""
-    gpu_accelerator = find_accelerator(gpu.replace("-", " "))
-    for name in names_of_hardware():
-        data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-        if gpu_accelerator and find_accelerator(str(data["accelerator"]).replace("-", " ")) == gpu_accelerator:
+    gpu_accelerator = find_accelerator(gpu)
+    for name in names_of_hardware() if gpu_accelerator else ():
+        described = _ACCELERATOR.search((FOLDER / f"{name}.yaml").read_text())
+        if described and find_accelerator(described[1]) == gpu_accelerator:
             return read_hardware(name)
     return None
 
@@ -127,7 +144,7 @@ def choose_pricing_hardware(config: Config, gpu: str = "") -> Hardware:
     if chosen := read_chosen_hardware(config):
         return chosen
     c = config.cluster
-    kinds = ["h100", "cpu"] if c.device == "cuda" else ["cpu", "h100"]
+    kinds = ["h100", "cpu"] if c.device == "cuda" or c.gpu else ["cpu", "h100"]
     candidates = [find_gpu_hardware(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
     known = [hardware for hardware in candidates if hardware and config.precision in hardware.peaks]
     return known[0]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
+from operator import attrgetter
+from unittest.mock import ANY
 
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.config.fields import KEYS, Config
+from platform.config.groups import Cluster
 from platform.launch import compose_config
 from platform.model import build_model
+from platform.plan.accelerators import ACCELERATORS
 from platform.plan.layout import Mesh
 from platform.plan.model_types import Spec
 from platform.plan.operation_plan import Collective
@@ -26,7 +32,14 @@ from platform.predict.price import (
     product_seconds,
     tiling_share,
 )
-from platform.predict.step_price import build_step_work, find_gpu_hardware, names_of_hardware, read_hardware, step_price
+from platform.predict.step_price import (
+    build_step_work,
+    choose_pricing_hardware,
+    find_gpu_hardware,
+    names_of_hardware,
+    read_hardware,
+    step_price,
+)
 from platform.predict.work import FUSED_BACKWARD, Execution, Product, System, record_chunk_work
 
 A100 = read_hardware("a100_80g")
@@ -230,7 +243,35 @@ def test_every_hardware_is_read():
         found = read_hardware(name)
         assert found.peak_flops("bf16") and found.memory >= 4e9
     assert find_gpu_hardware("A100-80GB") == A100
-    assert find_gpu_hardware("A40") is None
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS, ids=attrgetter("name"))
+def test_every_known_accelerator_is_priced_as_itself(accelerator):
+    gpu = accelerator.name.replace(" ", "-")
+    named = find_gpu_hardware(gpu)
+    assert named and (named.memory, named.peaks["bf16"]) == (accelerator.memory, accelerator.peak or ANY), gpu
+    for precision in KEYS["precision"].choices:
+        assert choose_pricing_hardware(Config(cluster=Cluster(gpu=gpu), precision=precision)) == named
+    others = [other for other in ACCELERATORS if other != accelerator]
+    assert named.name not in {find_gpu_hardware(other.name).name for other in others}
+    assert 0 < named.network.bandwidth <= named.node.bandwidth <= named.bandwidth < named.peaks["fp32"]
+    assert named.peaks["fp64"] <= named.peaks["fp32"] <= named.peaks["bf16"] <= named.peaks.get("fp8", inf)
+
+
+def test_a_description_says_only_what_differs_from_another(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("like: h100\naccelerator: H200\nnode: {ranks: 4}\nreached: {memory: 0.4}\n")
+    merged, h100 = read_hardware(str(own)), read_hardware("h100")
+    assert (merged.ranks, merged.memory, merged.reached) == (4, 141e9, replace(h100.reached, memory=0.4))
+    assert (merged.node, merged.peaks, merged.launch) == (h100.node, h100.peaks, h100.launch)
+    own.write_text("like: " + str(own))  # no circle
+    read_hardware.cache_clear()
+    with pytest.raises(ConfigError, match="like: unknown key"):
+        read_hardware(str(own))
+    own.write_text("like: [h100]")
+    read_hardware.cache_clear()
+    with pytest.raises(ConfigError, match="there is no such file"):
+        read_hardware(str(own))
 
 
 def test_every_mistake_of_a_description_is_named():
@@ -241,5 +282,5 @@ def test_every_mistake_of_a_description_is_named():
     mistakes = "\n".join(error.value.mistakes)
     for expected in ("peaks.fp32=-1", "peaks.bf16", "node.speed: unknown", "network", "reached.products=2", "launch"):
         assert expected in mistakes
-    with pytest.raises(ConfigError, match="legal: a100_80g, b200"):
+    with pytest.raises(ConfigError, match="legal: a100_40g, a100_80g"):
         read_hardware("a100")
