@@ -45,7 +45,7 @@ from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.plan_report import render_explanation
 from platform.predict.plan_screen import closing_blocks, explain_config, find_fitting_change, format_screen
-from platform.predict.step_price import choose_pricing_hardware, draw_step, read_hardware
+from platform.predict.step_price import choose_pricing_hardware, draw_step, read_chosen_hardware, read_hardware
 from platform.predict.tier_traffic import Tiers
 
 MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are long lists
@@ -285,11 +285,14 @@ def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tu
 
 
 def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """Return the configuration that overrides give, on the hardware that the command line names, if it does."""
+    """Return the configuration that overrides give, on the hardware that the command line names, if it does. A GPU's
+    hardware plans for GPUs, of whose memory libraries reserve a part, as cluster.gpu does."""
     config = compose_config(overrides, arguments.config_dir)
     if arguments.hardware:
         _choose_hardware(arguments.hardware, config)  # refuses it by the name of the option
         config.cluster.hardware = arguments.hardware
+    if (chosen := read_chosen_hardware(config)) and chosen.ahead and config.cluster.device == "auto":
+        config.cluster.device = "cuda"
     return config
 
 

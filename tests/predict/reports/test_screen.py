@@ -172,3 +172,20 @@ def test_a_run_that_is_refused_for_its_memory_is_told_of_three_keys_too():
     config, plan = planned(f"{EIGHT_BILLION} train.microbatch=4 recompute=none parallel.zero=0")
     line = violation_of_memory(config, plan, Device(42e9, "a GPU"))
     assert "nearest legal: parallel.zero=3 train.microbatch=1 recompute=full (" in line
+
+
+PLANNED = [
+    f"{SMALL} precision=bf16",
+    f"{SMALL} precision=bf16 parallel.data=4 parallel.zero=2 train.global_batch=64",
+    f"{SMALL} precision=bf16 pipeline=1f1b pipeline.stages=2 parallel.context=2 parallel.data=2",
+]
+
+
+@pytest.mark.parametrize("typed", PLANNED)
+def test_a_named_hardware_and_its_gpu_say_the_same_memory(typed, capsys):
+    ways = "--hardware h100", "cluster.hardware=h100", "cluster.gpu=H100-80GB"
+    by_option, by_key, by_gpu = (json.loads(shown(capsys, f"{typed} {way} --json")) for way in ways)
+    assert by_option["memory"] == by_key["memory"] == by_gpu["memory"] and by_gpu["memory"]["reserved"] > 1.5e9
+    assert by_option["device"]["memory"] == by_key["device"]["memory"] == by_gpu["device"]["memory"] == 80e9
+    assert by_option["failures"] == by_gpu["failures"] and by_option["time"]["seconds"] == by_gpu["time"]["seconds"]
+    assert not json.loads(shown(capsys, f"{typed} --hardware cpu --json"))["memory"]["reserved"]
