@@ -13,7 +13,7 @@ from platform.boundary.refusals import SHOWN, ConfigError, closest_values, forma
 from platform.boundary.terminal import escape_unprintable
 from platform.config.fields import KEYS, Config, find_declared_type, flatten_config, keep_typed_characters
 from platform.config.groups import AUTO
-from platform.config.key import suggest_rhythms
+from platform.config.key import Key, suggest_rhythms
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -260,7 +260,9 @@ def format_hydra_error(argument: str, error: Exception) -> str:
     if conversion := re.search(r"Value '(.*)' of type '(\w+)' could not be converted to (\w+)", text, re.S):
         value_text, kind, type_name = conversion.groups()
         is_whole_number = (kind, type_name) == ("float", "Integer") and float(value_text).is_integer()
-        legal = [str(int(float(value_text)))] if is_whole_number else _suggest_default(refused_key)
+        most = KEYS[refused_key].most if refused_key in KEYS else Key.most
+        whole = is_whole_number and float(value_text) >= -most
+        legal = [str(int(min(float(value_text), most)))] if whole else _suggest_default(refused_key)
         return format_violation(key, value, f"{key_prefix}must be {_KINDS.get(type_name, type_name)}", legal)
     if re.search("is not Optional|Missing mandatory value|Incompatible value 'None'", text):
         return format_violation(key, value, f"{key_prefix}must be given", _suggest_default(refused_key))

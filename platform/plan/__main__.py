@@ -26,6 +26,7 @@ from platform.boundary.refusals import (
     FAILED,
     ConfigError,
     build_command_line,
+    format_violation,
     refuse_all,
     refuse_failures,
     run_command,
@@ -35,6 +36,7 @@ from platform.boundary.schema import Malformed
 from platform.boundary.terminal import escape_terminal_text, print_line, print_refusals
 from platform.cluster.shown_commands import Command, replace_overrides
 from platform.config.fields import Config
+from platform.config.key import WORKERS
 from platform.launch import compose_config
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
@@ -48,6 +50,8 @@ from platform.predict.plan_screen import closing_blocks, explain_config, find_fi
 from platform.predict.step_price import choose_pricing_hardware, draw_step, read_chosen_hardware, read_hardware
 from platform.predict.tier_traffic import Tiers
 
+MOST_TOKENS = 10**18  # of a run: a million times those of any
+LEAST_MEMORY = 0.0001  # GB
 MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are long lists
 
 COMPARE = """`python -m platform.plan compare TABLE.csv [calibrate=SHARE|COLUMN]` sets predicted beside measured steps.
@@ -235,8 +239,19 @@ def _parse_tiers(text: str) -> dict[str, int]:
 
 def _run_plan_command(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for; return the exit status of `python -m platform.plan`."""
+    refuse_all(_violations_of_numbers(arguments))
     with pause_garbage_collection():
         return _print_requested_view(arguments)
+
+
+def _violations_of_numbers(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield a refusal line for each number of the command line with which there is no plan."""
+    bounds = {"workers": (1, WORKERS), "tokens": (1, MOST_TOKENS), "memory": (LEAST_MEMORY, inf)}
+    for name, (least, most) in bounds.items():
+        number = getattr(arguments, name)
+        if number is not None and not least <= number <= most:
+            constraint = f"must be >= {least:,}" + (f" and <= {most:,}" if most < inf else "")
+            yield format_violation(f"--{name}", number, constraint)
 
 
 def _print_requested_view(arguments: argparse.Namespace) -> int:

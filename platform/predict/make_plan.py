@@ -14,6 +14,7 @@ from platform.boundary.refusals import ConfigError, closest_values, find_refused
 from platform.config import fields, layout_rules
 from platform.config.extensions import refuse_exits
 from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
+from platform.config.key import WORKERS
 from platform.config.layout_rules import can_have_uneven_experts, expert_axis_sizes, list_tensor_axes
 from platform.config.ramps import fix_sequence_length, length_phases, parse_length_ramp
 from platform.config.validation import violations_of_configuration
@@ -257,6 +258,8 @@ def count_replicas(config: Config, workers: int | None) -> int:
     inner = prod(n for _, n in compose_scheme(asdict(config.tensor), asdict(config.branch), 1).axes)
     inner *= config.pipeline.stages * config.parallel.context
     workers = workers or inner
+    if workers > WORKERS:
+        raise ConfigError(f"parallel.data=-1: {workers} workers, of which there may be {WORKERS}")
     if workers < inner or workers % inner:
         worker_count = format_count(workers, "worker")
         raise ConfigError(f"parallel.data=-1: {worker_count}, no multiple of {inner}, the other axes' product")

@@ -32,6 +32,7 @@ from platform.boundary.schema import Malformed, parse_value
 from platform.config.arguments import quote_value
 from platform.config.composition import CONF
 from platform.config.fields import KEYS, Compose, Config, flatten_config
+from platform.config.key import WORKERS
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import MetricsLog
@@ -61,6 +62,7 @@ NEEDED = ("gpus", *SHAPE, "microbatch", "global_batch")
 INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", "zero", "kv_heads", "d_ff")
 MEASURED = ("seconds", "tflops")  # of a step; of a GPU, by the FLOPs that `counted` says
 OTHERS = ("name", "hardware", "axes", "schedule", "system", "counted", *MEASURED)
+DIGITS = 18  # most of a whole number
 COUNTED = ("model", "hardware")  # FLOPs of the model alone, or with recomputation
 NARROW = "fp8"  # a precision of rows: products of layers' weights in 8 bits, all else in bf16
 RIVALS = ("model", *SHAPE, "global_batch", "gpus", "hardware")  # what plans share that are ranked by their steps
@@ -109,11 +111,17 @@ def read_measured_runs(path: str, compose: Compose, hardware: str = "", mark: st
     they name none; `mark`: a column of marks. Raises ConfigError with every mistake of the table, by row and column."""
     try:
         table = io.StringIO(read_bytes(path, json_records.LARGEST).decode("utf-8-sig"), newline="")
-        reader = csv.DictReader((line for line in table if not line.startswith("#")), skipinitialspace=True)
+        reader = csv.DictReader(
+            (line for line in table if line.strip() and not line.startswith("#")), skipinitialspace=True
+        )
         reader.fieldnames = columns = [_column_name(title) for title in reader.fieldnames or ()]
         rows = list(reader)
     except (OSError, UnicodeDecodeError, Malformed, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not columns:
+        raise ConfigError(f"{path}: is empty")
+    if foreign := [separator for separator in ";\t|" if len(columns) == 1 and separator in columns[0]]:
+        raise ConfigError(f"{path}: its columns are separated by {foreign[0]!r}, must be by ','")
     refuse_all(_violations_of_columns(path, columns, hardware, mark))
     if not rows:
         raise ConfigError(f"{path}: has no rows below its columns")
@@ -169,8 +177,10 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
         text = cells.get(column, "")
         if column in needed and not text:
             yield f"{column}: is empty"
-        elif text and not (text.isdecimal() and (int(text) or column in ("zero", "kv_heads", "d_ff"))):
-            yield f"{column}={text}: must be a whole number"
+        elif text and not (text.isdecimal() and (text.strip("0") or column in ("zero", "kv_heads", "d_ff"))):
+            yield format_violation(column, text, "must be a whole number")
+        elif len(text) > DIGITS or (column == "gpus" and int(text or 0) > WORKERS):
+            yield format_violation(column, text, f"must be <= {WORKERS if column == 'gpus' else 10**DIGITS:,}")
     measured_cells = [(column, cells[column]) for column in MEASURED if cells.get(column)]
     if len(measured_cells) != 1:
         yield f"{' or '.join(MEASURED)}: exactly one must be given"
@@ -180,10 +190,10 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
         except ValueError:
             positive = False
         if not positive:
-            yield f"{column}={text}: must be a number > 0"
+            yield format_violation(column, text, "must be a number > 0")
     for column, legal in (("counted", COUNTED), ("system", sorted(path.stem for path in SYSTEMS.glob("*.yaml")))):
         if (text := cells.get(column, "")) and text not in legal:
-            yield f"{column}={text}: must be {' or '.join(legal)}"
+            yield format_violation(column, text, f"must be {' or '.join(legal)}")
 
 
 def _build_run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
@@ -370,19 +380,25 @@ def format_prediction_errors(c: Comparison) -> Sequence[str]:
         speed = run.counted_flops / (p * run.work.plan.mesh.world_size) / 1e12
         note = "  fitted on" if marked else ""
         shown = f"{speed:.2g}" if speed < 1 else f"{speed:.1f}"
-        errors = f"{run.seconds:>9.4g} s  {shown:>8}  {error:>+7.1%}{note}"
+        errors = f"{run.seconds:>9.4g} s  {shown:>8}  {_format_share(error, '+.1%'):>7}{note}"
         lines.append(f"{run.name:{width}}  {p:>9.4g} s  {errors}")
     for name, constants in c.constants.items():
         moved = [f"{key} {value:.3g}" for key, value in constants.items() if abs(value / CONSTANTS[key] - 1) > ROUNDING]
         lines.append(f"{name} fitted: {', '.join(moved) or 'no row depends on a constant'}")
     for title, scores in (("fitted on", c.score_runs(True)), ("scored", c.score_runs(False))):
         if scores:
-            usual = f"mean {scores.mean:.2%}, median {scores.median:.2%}"
-            sizes = f"{usual}, p90 {scores.p90:.2%}, largest {scores.largest:.2%}"
-            lines.append(f"errors of the {scores.runs} runs {title}: {sizes}")
+            sizes = zip(("mean", "median", "p90", "largest"), scores[1:], strict=True)
+            shown = ", ".join(f"{size} {_format_share(share, '.2%')}" for size, share in sizes)
+            lines.append(f"errors of the {scores.runs} runs {title}: {shown}")
     for r in c.rank_groups():
-        lines.append(f"ranking of {r.runs[0]} ... {r.runs[-1]} ({len(r.runs)}): tau {r.tau:.2f}, regret {r.regret:.2%}")
+        regret = f"tau {r.tau:.2f}, regret {_format_share(r.regret, '.2%')}"
+        lines.append(f"ranking of {r.runs[0]} ... {r.runs[-1]} ({len(r.runs)}): {regret}")
     return lines
+
+
+def _format_share(share: float, layout: str) -> str:
+    """Format a share by a layout of percents, and a huge one in few digits."""
+    return f"{share:{layout}}" if abs(share) < 1e4 else f"{100 * share:.3g}%"
 
 
 # Keys that a scheme's file gives, by how they begin.
