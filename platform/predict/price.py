@@ -7,6 +7,7 @@ the time by which a step takes longer where messages wait for each other on busy
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,9 +95,10 @@ def computing_seconds(
 
 
 def count_group_ranks(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
-    """Return how many ranks of a group along `axes` share its first one's node, of so many `ranks`, and its size."""
+    """Return how many ranks of a group along `axes`, in mesh order, share its first one's node, of so many `ranks`, and
+    its size."""
     group = mesh.group_of_rank(0, tuple(axes))
-    return sum(rank < ranks for rank in group), len(group)
+    return bisect_left(group, ranks), len(group)
 
 
 def collective_seconds(c: Collective, mesh: Mesh, hardware: Hardware, itemsize: Mapping[str, int]) -> float:

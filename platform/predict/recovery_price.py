@@ -161,8 +161,9 @@ def _copy_seconds(count: float, known: Known) -> float:
 def count_bytes_leaving_node(config: Config, plan: Plan, per_node: int) -> int:
     """Predict, from a plan, the most bytes of a snapshot that leave a node of `per_node` consecutive ranks: the masters
     and moments that no rank of another node holds, once each. They are 0 where there is one node."""
-    if plan.mesh.world_size <= per_node:
-        return 0
+    last_replica = {**plan.mesh.rank_coordinates(0), "data": plan.mesh.axes["data"] - 1}
+    if plan.mesh.world_size <= per_node or (not plan.zero and plan.mesh.find_rank(last_replica) >= per_node):
+        return 0  # one node, or whole replicas on several
     state_numbers, lonely = count_state_numbers(config), Counter[int]()
     trained = {p.name for p in plan.parameters if p.name not in plan.frozen}
     rows = {p.name: sum(matrix_sides(plan, p)) for p in plan.parameters if p.name in plan.factored}

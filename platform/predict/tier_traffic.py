@@ -160,6 +160,9 @@ def _count_launches(plan: Plan) -> dict[_Launched, tuple[int, int]]:
 def _iterate_pair_traffic(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
     """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
     iterate_pairs = _iterate_stage_pair_traffic if kind.op == "send" else _iterate_group_pair_traffic
+    if not kind.cuts:
+        yield from iterate_pairs(mesh, kind)
+        return
     for pair, messages, share in iterate_pairs(mesh, kind):
         at = mesh.rank_coordinates(pair[0])
         has = prod(Fraction(cut.block_extent(mesh, at), cut.longest_extent()) for cut in kind.cuts)
@@ -194,7 +197,8 @@ def iterate_transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fra
     scatter, share of one rank's output."""
     one, part = Fraction(1), Fraction(1, n)
     if op == "all_reduce":
-        yield from ((i, (i + 1) % n, 2 * (n - one), 2 * (n - one) * part) for i in range(n) if n > 1)
+        turns, share = 2 * (n - one), 2 * (n - one) * part
+        yield from ((i, (i + 1) % n, turns, share) for i in range(n) if n > 1)
     elif op == "rotate":
         yield from ((i, (i + 1) % n, one, one) for i in range(n))
     elif op in _ROOTED:

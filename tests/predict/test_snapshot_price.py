@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from platform.checkpoint.blocks import list_held_states, list_held_tensors
 from platform.launch import compose_config, prepare_plan
 from platform.monitor import Journal, events, json_records
 from platform.plan.__main__ import main
@@ -169,3 +171,18 @@ def test_a_run_s_own_costs_are_read_from_its_rows_and_journal(tmp_path):
     journal.write(events.Checkpoint(step=5, directory="step-5", bytes=10, seconds=7.0))
     assert read_measured_costs(tmp_path, 2) == MeasuredCosts(step=1.06, snapshot=0.5, stall=0.25, saving=7.0)
     assert read_measured_costs(tmp_path, 3) == MeasuredCosts(saving=7.0), "on so many workers it never ran"
+
+
+def test_nothing_of_whole_replicas_on_several_nodes_leaves_one(monkeypatch):
+    """Nobody asks each of a million workers what it holds; it is what asking them says."""
+    for tensor in (["tensor=serial"], ["tensor=1d", "tensor.axes.t=2"]):
+        typed = ["+experiment=gpt_quick", *tensor, "train.global_batch=16", "train.microbatch=1"]
+        for data, per_node in product((1, 2, 4), (1, 2, 4, 8)):
+            c = compose_config([*typed, f"parallel.data={data}"])
+            asked = [*list_held_tensors(plan := make_plan(c), "model", "float32"), *list_held_states(plan, "float32")]
+            nodes = [{rank // per_node for rank in ranks} for held in asked for ranks in held.holders.values()]
+            alone = plan.mesh.world_size > per_node and any(len(each) == 1 for each in nodes)
+            assert (count_bytes_leaving_node(c, plan, per_node) > 0) == alone
+    large = compose_config(["parallel.data=999998", "train.global_batch=999998", "train.microbatch=1"])
+    monkeypatch.setattr("platform.predict.recovery_price.list_held_tensors", None)
+    assert count_bytes_leaving_node(large, make_plan(large), 8) == 0
