@@ -10,7 +10,7 @@ from math import prod
 
 from platform.plan.chunks import ADDS_WIDE, BUCKET_MIB, Bucket, Chunk, axes_of_replication, build_buckets, group_by_span
 from platform.plan.layout import Layout, Mesh, Stretch, is_at_index_zero, locate_block, pad_to_multiple
-from platform.plan.model_types import NO_RECOMPUTATION, Parameter, Recompute, Spec
+from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation, traffic_bytes
 from platform.plan.operations.registry import OPERATIONS, Ops, count_flops
 from platform.plan.planner import Planner
@@ -24,6 +24,8 @@ ITEMSIZE = {
     "bf16": {"compute": 2, "accumulate": 4, "master": 4},
     "fp16": {"compute": 2, "accumulate": 4, "master": 4},
 }
+
+SCORED = ("scores", "context")  # what follows an attention's name in those of its two products, without a fused kernel
 
 
 @dataclass(frozen=True)
@@ -351,9 +353,21 @@ class Plan:
     def flops_per_token(self) -> float:
         """Return the model FLOPs per token of forward and backward, for model FLOPs utilisation: three times every
         einsum, no recomputation, attention not halved for its causal mask (6N + 12 layers d_model length, N the
-        parameters of the einsums)."""
-        forward = sum(count_flops(o.operation, self.sizes) for o in self.operations.values())
+        parameters of the einsums), but over its window alone, where it has one."""
+        forward = sum(self.count_seen_flops(o.operation) for o in self.operations.values())
         return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
+
+    def count_seen_flops(self, operation: Operation) -> float:
+        """Return the forward FLOPs of an operation on all ranks together; of attention, over its window alone."""
+        name, _, part = operation.name.rpartition(".")
+        window = self._windows.get(name if part in SCORED else operation.name, 0) or self.sizes["length"]
+        return count_flops(operation, self.sizes) * min(1.0, window / self.sizes["length"])
+
+    @cached_property
+    def _windows(self) -> dict[str, int]:
+        """Return the window of each attention that has one, by name."""
+        attributes = ((o.operation.name, dict(o.operation.attributes)) for o in self.operations.values())
+        return {name: more["window"] for name, more in attributes if more.get("window")}
 
     @cached_property
     def reader_layouts(self) -> dict[str, dict[tuple[str, str], Layout]]:

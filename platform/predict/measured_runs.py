@@ -36,7 +36,6 @@ from platform.config.key import WORKERS
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import MetricsLog
-from platform.plan.operations.registry import count_flops
 from platform.plan.plan import Plan
 from platform.predict.calibration import fit_constants, kendall_tau
 from platform.predict.hardware import Hardware
@@ -220,7 +219,7 @@ def _build_run(cells: Mapping[str, str], number: str, compose: Compose) -> Measu
 
 def count_step_flops(plan: Plan, recomputed: bool) -> float:
     """Return the FLOPs of a step of a plan, of the model alone or with all `recomputed` operations."""
-    again = sum(count_flops(o.operation, plan.sizes) for o in plan.operations.values() if o.operation.recomputed)
+    again = sum(plan.count_seen_flops(o.operation) for o in plan.operations.values() if o.operation.recomputed)
     per_token = again / (plan.sizes["batch"] * plan.sizes["length"]) if recomputed else 0.0
     return (plan.flops_per_token + per_token) * plan.tokens_per_step
 

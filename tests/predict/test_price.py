@@ -284,3 +284,34 @@ def test_every_mistake_of_a_description_is_named():
         assert expected in mistakes
     with pytest.raises(ConfigError, match="legal: a100_40g, a100_80g"):
         read_hardware("a100")
+
+
+WAYS = {
+    "fused": ([], []),
+    "sinks": (["model.attention_sinks=true"], []),
+    "recomputed": ([], ["recompute=selective"]),
+    "ring": ([], ["parallel.context=2", "parallel.context_kind=ring"]),
+    "some layers": ([], ["model.window_layers=[0,2]"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_window_counts_no_more_flops_than_it_sees(way):
+    """By each kernel of attention: of a length of 512, 64 keys a query, and the rest of the model as without."""
+    both, windowed = WAYS[way]
+    whole, seen = (
+        planned("model.length=512", "model.kv_heads=2", *both, *more)[1]
+        for more in ([], ["model.window=64", *windowed])
+    )
+    layers = 2 if way == "some layers" else 4
+    c = compose_config(SMALL).model
+    assert whole.flops_per_token - seen.flops_per_token == pytest.approx(layers * 12 * c.d_model * (512 - 64))
+    assert planned("model.length=512", "model.kv_heads=2", "model.window=512")[1].flops_per_token == pytest.approx(
+        planned("model.length=512", "model.kv_heads=2")[1].flops_per_token
+    )
+
+
+def test_no_window_uses_more_than_all_of_a_gpu():
+    typed = "model=gpt_oss_20b model.length=131072 precision=bf16 train.microbatch=1 train.global_batch=1".split()
+    config = compose_config([*typed, "tensor=serial", "parallel.data=1", "recompute=full", "model.window_layers=[]"])
+    assert 0.05 < step_price(config, make_plan(config), read_hardware("h100")).mfu < 0.6
