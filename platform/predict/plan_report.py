@@ -40,12 +40,14 @@ def explain_plan(
     footprints: Sequence[Footprint] = (),
     snapshots: Mapping[str, Any] | None = None,
     more: Mapping[str, Any] | None = None,
+    rings: bool = False,
 ) -> dict[str, Any]:
     """Return the long explanation of a plan, for `python -m platform.plan`, as JSON-able data: groups, collectives with
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
     by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `more`: other parts of the
-    explanation, such as the predicted `time` of a step. Raises ValueError for tiers that do not nest."""
+    explanation, such as the predicted `time` of a step; `rings`: as of `tier_traffic`. Raises ValueError for tiers that
+    do not nest."""
     places = Tiers.build_tiers(tiers, plan.mesh.world_size)
 
     def worker_holdings(at: Mapping[str, int]) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def explain_plan(
         "communication": communication(plan),
         "attention_kernels": count_kernels(plan),
         "bytes_per_layer": bytes_per_layer(plan),
-        "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places)]},
+        "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places, rings)]},
         **worker_holdings(plan.mesh.rank_coordinates(0)),
         "attention_work": attention_work(plan),
         "warnings": list(plan.warnings),

@@ -260,6 +260,7 @@ def explain_config(
         footprints=needed,
         snapshots={**snapshot._asdict(), "every": every, "network": config.cluster.network},
         more=more,
+        rings=device_kind(config) == "cuda",
     )
     if compose_change and not config.plan.search:
         from platform.predict.remedies import find_best_changes

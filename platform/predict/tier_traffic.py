@@ -25,6 +25,7 @@ from platform.plan.step_collectives import collectives_by_stage, process_groups
 
 _DIRECT = {"all_gather": 1, "reduce_scatter": 0, "all_to_all": 0, "broadcast": 0, "reduce": 0}  # 1: whole, 0: an n-th
 _ROOTED, _RINGS = ("scatter", "gather"), ("all_reduce", "rotate")
+_RINGS_OF_GPUS = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,16 @@ class TierTraffic:
     busiest: int | None
 
 
-def tier_traffic(plan: Plan, tiers: Tiers) -> list[TierTraffic]:
+def tier_traffic(plan: Plan, tiers: Tiers, rings: bool = False) -> list[TierTraffic]:
     """Return the messages and bytes of one training step of a plan by tier, from the innermost outwards, for ranks that
-    sit as `tiers` says. The bytes add up to the total of `communication`."""
+    sit as `tiers` says. The bytes add up to the total of `communication`. `rings`: gathers and scattered sums of even
+    blocks go around a ring, which enters a node once, as those of GPUs do."""
     rows = range(len(tiers.row_labels))
     messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
     links: dict[_Link, Fraction] = defaultdict(Fraction)
     counted: dict[tuple, _Reached] = {}
     for kind, (launches, size) in _count_launches(plan).items():
-        for share_of_pair, each, reached in _iterate_reached_pairs(plan.mesh, kind, tiers, counted):
+        for share_of_pair, each, reached in _iterate_reached_pairs(plan.mesh, kind, tiers, counted, rings):
             for row, pairs in reached.rows.items():
                 messages[row] += pairs * each * launches
                 moved[row] += pairs * share_of_pair * size
@@ -91,7 +93,7 @@ class _Reached(NamedTuple):
 
 
 def _iterate_reached_pairs(
-    mesh: Mesh, kind: _Launched, tiers: Tiers, counted: dict[tuple, _Reached]
+    mesh: Mesh, kind: _Launched, tiers: Tiers, counted: dict[tuple, _Reached], rings: bool
 ) -> Iterator[tuple[Fraction, Fraction, _Reached]]:
     """Yield, for a kind of collective, the share of a rank's input and the messages of each of some pairs of ranks, and
     how many pairs there are; pairs of other kinds along the same axes are `counted` once."""
@@ -106,6 +108,9 @@ def _iterate_reached_pairs(
     else:
         transfers = iterate_transfers(kind.op, mesh.count_ranks(kind.axes))
         _, _, messages, share = next(transfers, (0, 0, Fraction(), Fraction()))
+    if rings and kind.op in _RINGS_OF_GPUS:
+        turns = mesh.count_ranks(kind.axes) - 1
+        share, messages, kind = share * turns, messages * turns, kind._replace(op="rotate")
     way = "all" if kind.op in _DIRECT or kind.op == "all_to_allv" else "ring" if kind.op in _RINGS else kind.op
     key = way, kind.axes, kind.only, kind.stages
     if key not in counted:

@@ -170,7 +170,7 @@ class Controller:
             RunState.RELEASING: self._release_generation,
         }
         self._generation: Generation | None = None  # the one that runs
-        self._traffic_shown = ""
+        self._traffic_shown, self._sends_in_rings = "", run.places.device == "cuda"
         self.state, self.worked, self.done = RunState.FORMING, False, 0
 
     def train_to_last_step(self, crew: Crew) -> None:
@@ -292,7 +292,7 @@ class Controller:
         counting may take a second, which no recovery is to pay."""
         if len(set(generation.tiers.paths)) == 1:
             return
-        rows = tier_traffic(generation.plan, generation.tiers)
+        rows = tier_traffic(generation.plan, generation.tiers, self._sends_in_rings)
         self._journal.write(events.Traffic(rows=[asdict(row) for row in rows]))
         if (line := format_traffic(rows)) != self._traffic_shown:
             self._monitor.say(line)

@@ -142,6 +142,16 @@ def test_the_busiest_link_of_a_ring():
     assert between.busiest == moved // 4
 
 
+def test_a_ring_of_gpus_enters_a_node_once():
+    """Of 8 ranks on 2 nodes, 2 of 8 links join the nodes: a quarter of all bytes, as the price counts them."""
+    plan = make_plan(configure(data=8, zero=3, microbatch=1, global_batch=8))
+    places, moved = Tiers.build_tiers({"node": 4}, 8), sum(communication(plan).values())
+    direct, rings = tier_traffic(plan, places), tier_traffic(plan, places, rings=True)
+    assert [sum(row.bytes for row in rows) for rows in (direct, rings)] == [moved, moved]
+    assert (rings[1].bytes, rings[1].busiest) == (moved // 4, moved // 8) and direct[1].bytes > moved // 2
+    assert sum(row.messages for row in rings) == sum(row.messages for row in direct)
+
+
 def test_experts_are_exchanged_inside_a_node_as_ranks_are_placed():
     """The axis expert is the innermost of the replicas'. The control: ranks that are dealt to the nodes in turn."""
     plan = make_plan(configure(**MODELS["experts"], data=4, experts_of=2, microbatch=2))
