@@ -244,7 +244,10 @@ def time_rows(time: Mapping[str, Any]) -> list[list[str]]:
     parts = [(name, s, s / time["seconds"]) for name, s in time["parts"].items()]
     shown = [[name, format_seconds(s), f"{share:.1%}"] for name, s, share in parts if share >= 5e-4]
     speed = f"{time['tokens'] / time['seconds']:,.0f} tokens/s, {format_number(time['speed'])}FLOP/s of a device"
-    days = time["days"]
+    days, hidden = time["days"], time["hidden"]
+    if hidden >= 5e-4 * time["seconds"]:
+        busy = f"{hidden / time['computing']:.0%} of it"
+        shown.append(["hidden", format_seconds(hidden), f"of collectives beside computing: links are busy for {busy}"])
     shown.append(["altogether", format_seconds(time["seconds"]), f"{speed}, MFU {time['mfu']:.1%}"])
     shown.append(["a run", format_days(days["days"]), f"of {format_number(days['tokens'])}tokens"])
     return shown

@@ -72,7 +72,7 @@ def _time_block(time: Mapping[str, Any] | None) -> list[str]:
     if not time:
         return []
     parts, others = time["parts"], {}
-    if len(time_rows(time)) > PARTS + 2:  # with the whole step and the run
+    if len(time_rows({**time, "hidden": 0.0})) > PARTS + 2:  # with the whole step and the run
         largest = sorted(parts, key=parts.__getitem__, reverse=True)[: PARTS - 1]
         others = {"others": sum(seconds for name, seconds in parts.items() if name not in largest)}
         parts = {name: seconds for name, seconds in parts.items() if name in largest}

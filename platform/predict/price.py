@@ -272,11 +272,13 @@ LOCKSTEP = 0.03
 @dataclass(frozen=True)
 class PassTime:
     """Seconds of a pass: `computing`, waiting for collectives by the names of their axes (`waiting`), and `host`, the
-    time by which launching kernels is longer than both. `seconds`: all of it."""
+    time by which launching kernels is longer than both. `seconds`: all of it. `hidden`: seconds of collectives beside
+    the computing."""
 
     computing: float = 0.0
     waiting: Mapping[str, float] = field(default_factory=dict)
     host: float = 0.0
+    hidden: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -287,7 +289,7 @@ class PassTime:
         """Return the span of two passes, one after the other."""
         waiting = Counter(self.waiting)
         waiting.update(other.waiting)
-        return PassTime(self.computing + other.computing, waiting, self.host + other.host)
+        return PassTime(self.computing + other.computing, waiting, self.host + other.host, self.hidden + other.hidden)
 
 
 Spans = list[PassTime]  # of the passes of each chunk, or of each stage
@@ -298,7 +300,7 @@ class StepPrice:
     """Predicted seconds of a training step, and of its parts on the stage that paces it: `computing`, `waiting` for
     collectives by the names of their axes, `bubble`, `host` and `optimizer`; they add up to `seconds`. `model_flops`:
     FLOPs of the step without recomputation; `tokens`: tokens of the step; `devices`: number of devices; `peak`: FLOP/s
-    of one."""
+    of one; `hidden`: seconds of collectives beside computing, which are no part of it."""
 
     seconds: float
     computing: float
@@ -310,6 +312,7 @@ class StepPrice:
     tokens: int
     devices: int
     peak: float
+    hidden: float = 0.0
 
     @property
     def seconds_by_part(self) -> dict[str, float]:
@@ -343,7 +346,7 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
         busy[stage] += forward_time + backward_time
     slowest = max(range(len(busy)), key=lambda stage: busy[stage].seconds)
     passes = _predict_makespan(work, forward, backward, busy, slowest)
-    after, exposed = _price_step_end(work, clock, backward)
+    after, exposed, hidden = _price_step_end(work, clock, backward)
     optimizer = max(clock.update_seconds(once.masters, work.execution.moments) for once in work.once)
     n, paces = plan.microbatches, busy[slowest]
     waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
@@ -362,6 +365,7 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
         tokens=plan.tokens_per_step,
         devices=plan.mesh.world_size,
         peak=hardware.peak_flops(plan.precision),
+        hidden=n * paces.hidden + hidden,
     )
 
 
@@ -429,10 +433,12 @@ class _PassPricer:
         waiting.update(self.sum_by_axes(Counter(p.receives)))
         exposed_waits, slowed = self.hide_collectives(hidden, computing)
         waiting.update(exposed_waits)
+        beside = sum(hidden.values()) - sum(exposed_waits.values())
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
         host = kernels * self.hardware.launch
-        return PassTime(computing, waiting, float(hidden_or_summed_seconds(device, host, self.hardware)) - device)
+        behind = float(hidden_or_summed_seconds(device, host, self.hardware)) - device
+        return PassTime(computing, waiting, behind, beside)
 
     def pass_times(self, work: StepWork) -> tuple[Spans, Spans]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""
@@ -510,12 +516,12 @@ def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTi
     return action_seconds
 
 
-def _price_step_end(work: StepWork, clock: _PassPricer, backward: Spans) -> tuple[dict[str, float], float]:
-    """Return the waits by axes after the passes of a step, on the stage that ends last, and by how much they make the
-    step longer: for the sums of gradients, as far as the last backward pass does not hide them, and for the gathers of
-    updated parameters. A stage ends its passes earlier than the first one by the last backward passes of all stages
-    before it."""
-    waits_by_stage: list[tuple[dict[str, float], float]] = []
+def _price_step_end(work: StepWork, clock: _PassPricer, backward: Spans) -> tuple[dict[str, float], float, float]:
+    """Return the waits by axes after the passes of a step, on the stage that ends last, by how much they make the step
+    longer, and the seconds of what is hidden: for the sums of gradients, as far as the last backward pass does not hide
+    them, and for the gathers of updated parameters. A stage ends its passes earlier than the first one by the last
+    backward passes of all stages before it."""
+    waits_by_stage: list[tuple[dict[str, float], float, float]] = []
     early = 0.0
     for stage, once in enumerate(work.once):
         first = backward[work.stages.index(stage)]
@@ -528,6 +534,7 @@ def _price_step_end(work: StepWork, clock: _PassPricer, backward: Spans) -> tupl
             waiting[STAGE] += send_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
         total = sum(waiting.values())
         scale = max(0.0, total - early) / total if total else 0.0
-        waits_by_stage.append(({name: scale * s for name, s in waiting.items()}, scale * total))
+        beside = sum(reduces.values()) - sum(exposed_waits.values())
+        waits_by_stage.append(({name: scale * s for name, s in waiting.items()}, scale * total, beside))
         early += first.seconds
-    return max(waits_by_stage, key=lambda pair: pair[1])
+    return max(waits_by_stage, key=lambda waits: waits[1])

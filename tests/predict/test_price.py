@@ -315,3 +315,14 @@ def test_no_window_uses_more_than_all_of_a_gpu():
     typed = "model=gpt_oss_20b model.length=131072 precision=bf16 train.microbatch=1 train.global_batch=1".split()
     config = compose_config([*typed, "tensor=serial", "parallel.data=1", "recompute=full", "model.window_layers=[]"])
     assert 0.05 < step_price(config, make_plan(config), read_hardware("h100")).mfu < 0.6
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_is_hidden_is_all_that_is_not_waited_for(zero):
+    """Hidden and waited for together are the waits of the same plan that hides nothing."""
+    size = "model.d_model=1024", "model.length=512", "train.microbatch=1", "train.global_batch=32"
+    typed = [*size, "parallel.data=16", f"parallel.zero={zero}", "parallel.bucket_mib=8", "precision=bf16"]
+    (config, plan), (apart, same) = (planned(*typed, f"parallel.overlap={flag}") for flag in ("true", "false"))
+    beside, waited = step_price(config, plan, A100), step_price(apart, same, A100)
+    assert beside.hidden > 0 == waited.hidden
+    assert beside.hidden + sum(beside.waiting.values()) == pytest.approx(sum(waited.waiting.values()))

@@ -26,6 +26,7 @@ EXPERIMENTS = {
     f"{SMALL} cluster.gpu=H100-80GB precision=bf16 parallel.data=8 parallel.zero=1 --tiers node=2,rack=4": (
         "  snapshot ",
         "of H100-80GB's 80 GB",
+        "of collectives beside computing: links are busy for ",
     ),
     f"{SMALL} cluster.device_memory=0.0035": ("limited by memory: it does not fit", "what would make it fit"),
 }
