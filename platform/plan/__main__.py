@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_number
 from platform.plan.step_collectives import communication
-from platform.predict.hardware import Hardware
+from platform.predict.hardware import Hardware, format_fitted_file
 from platform.predict.make_plan import make_plan
 from platform.predict.plan_report import render_explanation
 from platform.predict.plan_screen import closing_blocks, explain_config, find_fitting_change, format_screen
@@ -112,6 +113,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
         leave_one_out,
         mark_fitted_runs,
         read_measured_runs,
+        select_moved,
     )
 
     parser = build_command_line("plan compare", COMPARE)
@@ -120,16 +122,28 @@ def _run_compare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--constants", default=",".join(FITTED), help=f"which are fitted, of {', '.join(CONSTANTS)}")
     parser.add_argument("--hardware", default="", help="of rows that name none: a name in conf/hardware/, or FILE.yaml")
     parser.add_argument("--leave-one-out", action="store_true", help="score each row by constants fitted on all others")
+    parser.add_argument("--output", metavar="FILE.yaml", help="write the fitted constants, for --hardware FILE.yaml")
+    parser.add_argument("--overwrite", action="store_true", help="the file of --output, although it exists")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     def print_prediction_errors(arguments: argparse.Namespace) -> int:
         """Print the comparison that the command line asks for, as text or JSON; return the exit status."""
         names = tuple(arguments.constants.split(","))
         refuse_all(f"--constants {n}: unknown; legal: {', '.join(CONSTANTS)}" for n in names if n not in CONSTANTS)
-        calibrate = arguments.calibrate or ""
+        calibrate, alone = arguments.calibrate or "", arguments.leave_one_out
+        if calibrate and alone:
+            raise ConfigError(f"--leave-one-out: fits on all other rows, not on calibrate={calibrate}")
+        if output := arguments.output and Path(arguments.output):
+            if not (calibrate or alone):
+                raise ConfigError("--output", output, "nothing is fitted without calibrate= or --leave-one-out")
+            _require_writable_output(output, arguments.overwrite)
         mark = "" if is_share(calibrate) else calibrate
-        runs = read_measured_runs(arguments.table, compose_config, arguments.hardware, mark)
-        if arguments.leave_one_out:
+        report = partial(print, file=sys.stderr, flush=True)
+        runs = read_measured_runs(arguments.table, compose_config, arguments.hardware, mark, report)
+        measured_on = dict.fromkeys(run.cells["hardware"] for run in runs)
+        if output and len(measured_on) > 1:
+            raise ConfigError("--output", output, f"describes one hardware; rows name {', '.join(measured_on)}")
+        if alone:
             comparison = leave_one_out(runs, names)
         else:
             comparison = compare_runs(runs, mark_fitted_runs(runs, calibrate), names)
@@ -139,6 +153,11 @@ def _run_compare_command(argv: Sequence[str]) -> int:
             else "\n".join(format_prediction_errors(comparison))
         )
         print(escape_terminal_text(text) if not arguments.json else text)
+        if output:
+            [(like, constants)] = zip(measured_on, comparison.constants.values(), strict=True)
+            how = f"By python -m platform.plan compare: fitted on {sum(comparison.fitted) or len(runs)} measured runs."
+            ReplacedFile(output, "--output").write(format_fitted_file(like, select_moved(constants), how))
+            print_line(f"written: {output}", sys.stderr)
         return DONE
 
     return run_command(parser, print_prediction_errors, argv, subject="table")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from platform.plan.accelerators import find_accelerator
@@ -47,6 +49,7 @@ class Reached:
 
 
 _SHARES = tuple(f.name for f in fields(Reached))
+MOST_REACHED = 1.5  # a share of a peak in a file; above 1 of peaks that are described too low
 ATTENTION = 0.75  # share of the speed of products that one kernel of attention reaches, where nothing else is said
 
 
@@ -97,6 +100,15 @@ class Hardware:
         shares = {key: value for key, value in values.items() if key in _SHARES}
         others: dict[str, Any] = {key: value for key, value in values.items() if key not in _SHARES}
         return replace(self, reached=replace(self.reached, **shares), **others)
+
+
+def format_fitted_file(like: str, constants: Mapping[str, float], how: str) -> str:
+    """Return the text of a hardware's file that is `like` another but for some fitted constants, as far as a file may
+    say them; `how` they were."""
+    shares = [f"  {key}: {min(value, MOST_REACHED):.4g}" for key, value in constants.items() if key in _SHARES]
+    others = [f"{key}: {value:.4g}" for key, value in constants.items() if key not in _SHARES]
+    base = json.dumps(str(Path(like).absolute()) if like.endswith((".yaml", ".yml")) else like)
+    return "\n".join([f"# {how}", f"like: {base}", *others, *(["reached:", *shares] if shares else []), ""])
 
 
 class HardwareMistake(ValueError):
@@ -184,8 +196,8 @@ def parse_hardware(name: str, data: Mapping[str, Any]) -> Hardware:
     tier_links = {key: part.read_link() for key, part in links.items()}
     ranks = links["node"].read_number("ranks")
     shares = reader.read_part("reached")
-    first = {name: shares.read_number(name, most=1.5) for name in _SHARES if name != "attention"}
-    attention = shares.read_number("attention", ATTENTION * first["products"], most=1.5)
+    first = {name: shares.read_number(name, most=MOST_REACHED) for name in _SHARES if name != "attention"}
+    attention = shares.read_number("attention", ATTENTION * first["products"], most=MOST_REACHED)
     reached = Reached(**first, attention=attention)
     hardware = Hardware(
         name=name,

@@ -12,7 +12,7 @@ import io
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from math import floor, inf, isfinite, log, nan
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
+from time import monotonic
 from typing import Any, NamedTuple
 
 from platform.boundary import refusals
@@ -60,11 +61,13 @@ SHAPE = ("layers", "d_model", "heads", "length", "vocab")  # of a model that is 
 NEEDED = ("gpus", *SHAPE, "microbatch", "global_batch")
 INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", "zero", "kv_heads", "d_ff")
 MEASURED = ("seconds", "tflops")  # of a step; of a GPU, by the FLOPs that `counted` says
-OTHERS = ("name", "hardware", "axes", "schedule", "system", "counted", *MEASURED)
+OTHERS = ("name", "hardware", "axes", "schedule", "system", "release", "counted", *MEASURED)
+REPORTED = 5.0  # seconds after which it is said how many rows are read
 DIGITS = 18  # most of a whole number
 COUNTED = ("model", "hardware")  # FLOPs of the model alone, or with recomputation
 NARROW = "fp8"  # a precision of rows: products of layers' weights in 8 bits, all else in bf16
-RIVALS = ("model", *SHAPE, "global_batch", "gpus", "hardware")  # what plans share that are ranked by their steps
+# what plans share that are ranked by their steps, beside the model
+RIVALS = ("global_batch", "gpus", "hardware", "precision", "system", "release", "counted")
 
 
 USUAL = "usual"
@@ -102,12 +105,16 @@ class MeasuredRun:
     @property
     def rival_key(self) -> tuple[str, ...]:
         """Return a key of all that runs share which differ in their plans alone: model, batch, devices."""
-        return tuple(self.cells.get(column, "") for column in RIVALS)
+        shared = {column for column in self.cells if COLUMNS.get(column, column).startswith("model")}
+        return tuple(f"{column}={self.cells[column]}" for column in sorted({*RIVALS, *shared} & self.cells.keys()))
 
 
-def read_measured_runs(path: str, compose: Compose, hardware: str = "", mark: str = "") -> list[MeasuredRun]:
+def read_measured_runs(
+    path: str, compose: Compose, hardware: str = "", mark: str = "", report: Callable[[str], object] = str
+) -> list[MeasuredRun]:
     """Read a table of measured runs. `compose`: makes a configuration of arguments; `hardware`: the rows' hardware if
-    they name none; `mark`: a column of marks. Raises ConfigError with every mistake of the table, by row and column."""
+    they name none; `mark`: a column of marks; `report`: takes a line now and then that says how far it is. Raises
+    ConfigError with every mistake of the table, by row and column."""
     try:
         table = io.StringIO(read_bytes(path, json_records.LARGEST).decode("utf-8-sig"), newline="")
         reader = csv.DictReader(
@@ -124,8 +131,13 @@ def read_measured_runs(path: str, compose: Compose, hardware: str = "", mark: st
     refuse_all(_violations_of_columns(path, columns, hardware, mark))
     if not rows:
         raise ConfigError(f"{path}: has no rows below its columns")
-    runs, lines = [], []
+    if hardware:
+        read_hardware(hardware)  # refused although all rows may name another
+    runs, lines, shown = [], [], monotonic()
     for number, row in enumerate(rows, 1):
+        if monotonic() - shown > REPORTED:
+            report(f"reading row {number} of {len(rows)}")
+            shown = monotonic()
         cells = {column: (value or "").strip() for column, value in row.items() if isinstance(column, str)}
         cells["hardware"] = cells.get("hardware") or hardware
         where = f"{path}, row {number}"
@@ -243,7 +255,9 @@ def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:
 
 
 # constants of a hardware that measured steps can settle, and their first values
-CONSTANTS = {"products": 0.8, "memory": 0.8, "attention": 0.5, "interference": 0.4, "node": 0.8, "network": 0.8}
+CONSTANTS = {
+    "products": 0.8, "memory": 0.8, "attention": 0.5, "interference": 0.4, "node": 0.8, "network": 0.8, "launch": 6e-6,
+}  # fmt: skip
 FITTED = ("products", "memory", "attention", "interference")  # few tables tell more apart
 ROUNDING = 1e-9
 
@@ -334,6 +348,11 @@ def fit_hardware_constants(runs: Sequence[MeasuredRun], names: Sequence[str]) ->
     return constants_by_hardware
 
 
+def select_moved(constants: Mapping[str, float]) -> dict[str, float]:
+    """Return the fitted constants of a hardware on which some row depends."""
+    return {key: value for key, value in constants.items() if abs(value / CONSTANTS[key] - 1) > ROUNDING}
+
+
 def _log_errors(runs: Sequence[MeasuredRun], constants: Mapping[str, float]) -> list[float]:
     """Return the logarithms of predicted over measured seconds of runs with some constants."""
     return [log(run.predict_price(constants).seconds / run.seconds) for run in runs]
@@ -382,8 +401,10 @@ def format_prediction_errors(c: Comparison) -> Sequence[str]:
         errors = f"{run.seconds:>9.4g} s  {shown:>8}  {_format_share(error, '+.1%'):>7}{note}"
         lines.append(f"{run.name:{width}}  {p:>9.4g} s  {errors}")
     for name, constants in c.constants.items():
-        moved = [f"{key} {value:.3g}" for key, value in constants.items() if abs(value / CONSTANTS[key] - 1) > ROUNDING]
+        moved = [f"{key} {value:.3g}" for key, value in select_moved(constants).items()]
         lines.append(f"{name} fitted: {', '.join(moved) or 'no row depends on a constant'}")
+        for key in (key for key in constants if key != "interference" and constants[key] > 1):
+            lines.append(f"  {key} {constants[key]:.3g} is above 1: no speed, but a cause of time that is missing")
     for title, scores in (("fitted on", c.score_runs(True)), ("scored", c.score_runs(False))):
         if scores:
             sizes = zip(("mean", "median", "p90", "largest"), scores[1:], strict=True)

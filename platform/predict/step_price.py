@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -46,27 +46,29 @@ def file_of_hardware(name: str) -> Path:
 def read_hardware(name: str) -> Hardware:
     """Return the hardware `name` of `conf/hardware/`, or of the user's own file at that path. Raises ConfigError with
     every mistake."""
-    data = _read_description(name)
-    if "like" in data:
-        data = _merge_descriptions(_read_description(str(data.pop("like"))), data)
     try:
-        return parse_hardware(file_of_hardware(name).stem, data)
+        return parse_hardware(file_of_hardware(name).stem, _read_description(name))
     except HardwareMistake as error:
         raise ConfigError([f"hardware {name}: {line}" for line in error.mistakes]) from None
 
 
-def _read_description(name: str) -> dict[str, Any]:
-    """Return what the file of the hardware `name` says. Raises ConfigError if there is none, or it is no YAML."""
+def _read_description(name: str, readers: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the file of the hardware `name` says, and the one that it is like; `readers`: names of those that are
+    like it. Raises ConfigError if there is none, it is no YAML, or is like itself."""
+    if name in readers:
+        raise ConfigError(f"hardware {readers[0]}: like={name} is like itself")
     path = file_of_hardware(name)
     if not path.is_file():
         nearest = sorted(closest_values(name, names_of_hardware()), key=lambda other: not other.startswith(name))
         legal = ", ".join(nearest[:3])
         raise ConfigError(f"hardware {name}: there is no such file; legal: {legal}, or the path of a FILE.yaml")
     try:
-        data = parse_yaml(read_bytes(path))
-        return data if isinstance(data, dict) else {}
+        parsed = parse_yaml(read_bytes(path))
     except (Malformed, OSError) as error:
         raise ConfigError(f"hardware {name}: is no YAML: {error}") from None
+    own = parsed if isinstance(parsed, dict) else {}
+    base = _read_description(str(own.pop("like")), (*readers, name)) if "like" in own else {}
+    return _merge_descriptions(base, own)
 
 
 def _merge_descriptions(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

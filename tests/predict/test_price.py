@@ -266,7 +266,7 @@ def test_a_description_says_only_what_differs_from_another(tmp_path):
     assert (merged.node, merged.peaks, merged.launch) == (h100.node, h100.peaks, h100.launch)
     own.write_text("like: " + str(own))  # no circle
     read_hardware.cache_clear()
-    with pytest.raises(ConfigError, match="like: unknown key"):
+    with pytest.raises(ConfigError, match="is like itself"):
         read_hardware(str(own))
     own.write_text("like: [h100]")
     read_hardware.cache_clear()
