@@ -103,8 +103,7 @@ class Hardware:
 
 
 def format_fitted_file(like: str, constants: Mapping[str, float], how: str) -> str:
-    """Return the text of a hardware's file that is `like` another but for some fitted constants, as far as a file may
-    say them; `how` they were."""
+    """Return the text of a hardware's file that is `like` another but for fitted constants; `how`: its remark."""
     shares = [f"  {key}: {min(value, MOST_REACHED):.4g}" for key, value in constants.items() if key in _SHARES]
     others = [f"{key}: {value:.4g}" for key, value in constants.items() if key not in _SHARES]
     base = json.dumps(str(Path(like).absolute()) if like.endswith((".yaml", ".yml")) else like)

@@ -46,8 +46,8 @@ def explain_plan(
     their bytes, what a worker holds. `moments`: numbers of optimizer state per parameter; `tiers`: the workers in one
     node, in one rack, and so on, by name, for counting what crosses them; `footprints`: the memory that a worker needs,
     by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `more`: other parts of the
-    explanation, such as the predicted `time` of a step; `rings`: as of `tier_traffic`. Raises ValueError for tiers that
-    do not nest."""
+    explanation, such as the predicted `time` of a step; `rings`: argument of `tier_traffic`. Raises ValueError for
+    tiers that do not nest."""
     places = Tiers.build_tiers(tiers, plan.mesh.world_size)
 
     def worker_holdings(at: Mapping[str, int]) -> dict[str, Any]:

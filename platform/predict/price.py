@@ -95,9 +95,8 @@ def computing_seconds(
 
 
 def count_group_ranks(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
-    """Return how many ranks of a group along `axes`, in mesh order, share its first one's node, of so many `ranks`, and
-    its size."""
-    group = mesh.group_of_rank(0, tuple(axes))
+    """Return how many ranks of a group along `axes` share its first one's node, of so many `ranks`, and its size."""
+    group = mesh.group_of_rank(0, mesh.order_axes(axes))
     return bisect_left(group, ranks), len(group)
 
 
@@ -518,7 +517,7 @@ def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTi
 
 def _price_step_end(work: StepWork, clock: _PassPricer, backward: Spans) -> tuple[dict[str, float], float, float]:
     """Return the waits by axes after the passes of a step, on the stage that ends last, by how much they make the step
-    longer, and the seconds of what is hidden: for the sums of gradients, as far as the last backward pass does not hide
+    longer, and the seconds of hidden ones: for the sums of gradients, as far as the last backward pass does not hide
     them, and for the gathers of updated parameters. A stage ends its passes earlier than the first one by the last
     backward passes of all stages before it."""
     waits_by_stage: list[tuple[dict[str, float], float, float]] = []

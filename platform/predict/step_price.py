@@ -44,8 +44,7 @@ def file_of_hardware(name: str) -> Path:
 
 @lru_cache(maxsize=32)
 def read_hardware(name: str) -> Hardware:
-    """Return the hardware `name` of `conf/hardware/`, or of the user's own file at that path. Raises ConfigError with
-    every mistake."""
+    """Return the hardware `name` of `conf/hardware/`, or of a file at that path; ConfigError has every mistake."""
     try:
         return parse_hardware(file_of_hardware(name).stem, _read_description(name))
     except HardwareMistake as error:
@@ -53,8 +52,8 @@ def read_hardware(name: str) -> Hardware:
 
 
 def _read_description(name: str, readers: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what the file of the hardware `name` says, and the one that it is like; `readers`: names of those that are
-    like it. Raises ConfigError if there is none, it is no YAML, or is like itself."""
+    """Return what the file of the hardware `name` says, and the one that it is like; `readers`: names of hardware that
+    is like it. Raises ConfigError if there is no such file, it is no YAML, or is like itself."""
     if name in readers:
         raise ConfigError(f"hardware {readers[0]}: like={name} is like itself")
     path = file_of_hardware(name)

@@ -41,8 +41,8 @@ class TierTraffic:
 
 def tier_traffic(plan: Plan, tiers: Tiers, rings: bool = False) -> list[TierTraffic]:
     """Return the messages and bytes of one training step of a plan by tier, from the innermost outwards, for ranks that
-    sit as `tiers` says. The bytes add up to the total of `communication`. `rings`: gathers and scattered sums of even
-    blocks go around a ring, which enters a node once, as those of GPUs do."""
+    sit as `tiers` says. The bytes add up to the total of `communication`. `rings`: True if gathers and scattered
+    sums of even blocks go around a ring, which enters a node once, as GPUs send."""
     rows = range(len(tiers.row_labels))
     messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
     links: dict[_Link, Fraction] = defaultdict(Fraction)
