@@ -200,8 +200,8 @@ def _write_hardware(arguments: argparse.Namespace) -> int:
     like = read_hardware(arguments.like) if arguments.like else None
     config = compose_config([*calibration_run.TINY, *arguments.overrides], arguments.config_dir)
     workers = max(1, count_available_workers(config.cluster)) if arguments.workers is None else arguments.workers
-    if workers < 1:
-        raise ConfigError("--workers", workers, "must be at least 1")
+    if not 1 <= workers <= WORKERS:
+        raise ConfigError("--workers", workers, f"must be at least 1 and at most {WORKERS:,}")
     config.parallel.data, config.train.global_batch = workers, workers
     if torchrun.is_follower():
         torchrun.follow_driver(Path(config.run.dir) / CALIBRATION)

@@ -27,6 +27,7 @@ REFUSED = {
     "--output no/mine.yaml": "--output=no/mine.yaml: the folder no does not exist",
     "--output mine.txt": "--output=mine.txt: must end in .yaml, as mine.yaml",
     "--output mine.yaml --workers 0": "--workers=0: must be at least 1",
+    "--output mine.yaml --workers 100000000": "--workers=100000000: must be at least 1 and at most 1,000,000",
     "--output mine.yaml --like h1000": "hardware h1000: there is no such file; legal: h100",
     "--output mine.yaml cluster.device=tpu": "cluster.device=tpu: unknown; nearest legal: cpu, auto, cuda",
     "--output mine.yaml cluster.device=cuda": "cluster.device=cuda: ",
