@@ -10,9 +10,10 @@ from tests.harness.oracle import MODELS, configure, trainer_of
 
 
 def eager_and_compiled(c, plan, communicator):
-    """Difference of the loss, the gradients that differ, and whether the compiled pass counted the same bytes."""
+    """The loss and the gradients that differ, by name, and whether the compiled pass counted the same bytes."""
     trainer = trainer_of(c, plan, communicator)
     inputs = trainer.passes.load_input_blocks("train", 0)
+    trainer.ops.residency = None  # a pass begins and ends it outside of the model that is traced
 
     def loss_and_gradients(forward):
         communicator.moved.clear()
@@ -27,13 +28,13 @@ def eager_and_compiled(c, plan, communicator):
     loss, gradients, moved = loss_and_gradients(trainer.passes.model.forward)
     loss_and_gradients(compiled)  # traces
     loss2, gradients2, moved2 = loss_and_gradients(compiled)
-    return abs(loss - loss2).item(), differing(gradients, gradients2), moved == moved2
+    return differing({"loss": loss}, {"loss": loss2}) + differing(gradients, gradients2), moved == moved2
 
 
 def differing(gradients, others):
-    """Names of the gradients that are not, to rounding, those of the same name among `others`: each tensor is measured
-    by its own largest element, as that of another layer may be 1e5 times as large. The true gradient of a key bias is
-    zero: what is computed is rounding of what the query bias sums, and is measured by that."""
+    """Names of the tensors, gradients or the loss, that are not, to rounding, those of the same name among `others`:
+    each is measured by its own largest element, as that of another layer may be 1e5 times as large. The true gradient
+    of a key bias is zero: what is computed is rounding of what the query bias sums, and is measured by that."""
     assert gradients.keys() == others.keys()
     largest = {n: g.abs().max() for n, g in gradients.items()}
     bounds = {n: 1e-14 * max(g, largest.get(n.replace("key_bias", "query_bias"), g)) for n, g in largest.items()}
@@ -56,7 +57,7 @@ def test_one_process(model):
 
     c = configure(**MODELS[model])
     plan = make_plan(c)
-    assert eager_and_compiled(c, plan, SingleRank(plan.mesh)) == (0.0, [], True)
+    assert eager_and_compiled(c, plan, SingleRank(plan.mesh)) == ([], True)
 
 
 SCHEMES = [
@@ -72,4 +73,4 @@ def test_with_collectives(scheme, axes, branch, zero, pool):
     branch_axes = {} if branch == "none" else {"g": 2}
     c = configure(scheme, axes, branch=branch, branch_axes=branch_axes, data=2 if zero else 1, zero=zero, layers=1)
     plan = make_plan(c)
-    assert all(found == (0.0, [], True) for found in pool.run(eager_and_compiled, c, plan))
+    assert pool.run(eager_and_compiled, c, plan) == [([], True)] * plan.mesh.world_size
