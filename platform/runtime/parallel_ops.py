@@ -272,11 +272,14 @@ class ParallelOps(Ops):
 
     def global_positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
         """Return the global positions along `dim` of this rank's block of `spec`, int64 [local extent]."""
-        return self._pass_positions(spec, dim, device) + (self.offset if dim == "length" else 0)
+        return self._pass_positions(spec, dim, device, self.offset if dim == "length" else 0)
 
-    def _pass_positions(self, spec: Spec, dim: str, device: torch.device) -> Tensor:
-        """Return the positions along `dim` of this rank's block of `spec` in its pass alone, int64 [local extent]."""
-        return torch.cat([torch.arange(i, i + n, device=device) for i, n in self.block_stretches(spec, dim)])
+    def _pass_positions(self, spec: Spec, dim: str, device: torch.device, first: int = 0) -> Tensor:
+        """Return the positions along `dim` of this rank's block of `spec` in its pass, whose first one is `first`,
+        int64 [local extent]."""
+        stretches = self.block_stretches(spec, dim)
+        pieces = [torch.arange(first + i, first + i + n, device=device) for i, n in stretches]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def block_stretches(self, spec: Spec, dim: str) -> list[Stretch]:
         """Return the consecutive positions along `dim` of this rank's block of `spec`, in order."""
