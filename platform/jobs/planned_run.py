@@ -237,11 +237,12 @@ def read_own_files(run: PlannedRun, config_dir: str | None) -> dict[str, str]:
     files = {f"conf/{path.relative_to(config_dir or '')}": path for path in paths}
     for name in {name.partition(".")[0] for name in run.config.extend} - sys.stdlib_module_names:
         files |= {f"modules/{place}": path for place, path in _list_module_files(name)}
-    with refuse_failures("--config-dir", config_dir, OSError, UnicodeError, why="cannot be read ({})"):
+    key, value = ("--config-dir", config_dir) if config_dir else ("extend", run.config.extend)
+    with refuse_failures(key, value, OSError, UnicodeError, why="cannot be read ({})"):
         texts = {place: files[place].read_text() for place in sorted(files)}
     if (size := sum(len(text.encode()) for text in texts.values())) > _CARRIED:
-        constraint = f"has {size} bytes with the modules of extend; a manifest carries {_CARRIED}"
-        raise ConfigError("--config-dir", config_dir, constraint)
+        what = "with the modules of extend" if config_dir else "in its packages"
+        raise ConfigError(key, value, f"has {size} bytes {what}; a manifest carries {_CARRIED}")
     return texts
 
 

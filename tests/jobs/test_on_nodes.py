@@ -26,6 +26,7 @@ from tests.harness.ray_machines import private_cluster
 from tests.harness.slurm import SlurmJob, until
 from tests.harness.watched import Watched
 
+DOUBLES = str(Path(__file__).parents[1] / "doubles")
 pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(3600)]
 
 RUN = [
@@ -33,8 +34,18 @@ RUN = [
     *("train.steps=100000", "checkpoint.every=4", "cluster.device=cpu", "elastic.wait=120"),
 ]
 LIMIT = 900  # seconds: only bounds a failing test, on a machine that may be busy
-TWO = ["tensor=serial", "parallel.data=2", "job.workers=1", "extend=[tests.doubles.slow_steps]"]
-SLOW = {"STEP_SECONDS": "0.3", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.environ["PYTHONPATH"]}
+TWO = ["tensor=serial", "parallel.data=2", "job.workers=1", "extend=[slow_steps]"]
+SLOW = {
+    "STEP_SECONDS": "0.3",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": os.pathsep.join((DOUBLES, os.environ["PYTHONPATH"])),
+}
+
+
+@pytest.fixture(autouse=True)
+def lone_modules(monkeypatch):
+    """A module of the user's own, without a package around it: a manifest carries packages whole."""
+    monkeypatch.syspath_prepend(DOUBLES)
 
 
 def alike(found: list[tuple], folder: Path) -> bool:

@@ -59,6 +59,16 @@ def laid_out(pod, texts, place: Path) -> Path:
     return place
 
 
+@pytest.mark.parametrize("key", ["--config-dir", "extend"])
+def test_what_is_too_much_for_a_manifest_is_refused(folder, key):
+    """By the key that names it; Kubernetes takes a megabyte."""
+    (folder.parent / "package_of_mine/large.py").write_text(f"# {'x' * 900_000}\n")
+    mine = "mine" if key == "--config-dir" else None
+    run = RUN if mine else ["+experiment=one_gpu", *RUN[1:]]
+    with pytest.raises(ConfigError, match=f"^{key}=.*: has 900.* bytes .*; a manifest carries 900000$"):
+        render_kubernetes_job([*run, "extend=[package_of_mine]", *POD], mine)
+
+
 @pytest.mark.parametrize("launcher", ["ray", "torchrun"])
 def test_configuration_and_modules_travel_in_a_manifest(folder, launcher, tmp_path):
     typed = [*RUN, "extend=[loud_module,package_of_mine.part,open_package.inner.part,json]", "parallel.data=16"]

@@ -32,9 +32,12 @@ def indexed_job(folder: Path, *typed: str, **environment: str) -> IndexedJob:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_a_pod_that_is_killed_comes_back_and_the_run_ends_with_all_its_steps(tmp_path):
+def test_a_pod_that_is_killed_comes_back_and_the_run_ends_with_all_its_steps(tmp_path, monkeypatch):
     """Two pods. The second is killed: the run goes on without it, and with it again once the Job has started it."""
-    slow = "extend=[tests.doubles.slow_steps]"
+    doubles = str(Path(__file__).parents[1] / "doubles")  # a module alone: a manifest carries packages whole
+    monkeypatch.syspath_prepend(doubles)
+    monkeypatch.setenv("PYTHONPATH", doubles, prepend=os.pathsep)
+    slow = "extend=[slow_steps]"
     job = indexed_job(tmp_path, "train.steps=40", "checkpoint.every=1000", slow, STEP_SECONDS="0.5")
     run = Watched(tmp_path / "shared" / "runs" / "gpt-quick")
     try:
