@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.documents import error_line
 from platform.boundary.redaction import redact_secrets
+from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import print_line
 from platform.boundary.world_faults import UNAVAILABLE, is_external_fault
 from platform.cluster.crew.failures import ClusterLost, GaveUp, NoPlaces, WorkerFailed
@@ -134,7 +135,7 @@ def _describe_no_places(error: NoPlaces, state: DriverState) -> Ending:
     return kind(cause=str(error)), f"{error}; {hint}"
 
 
-def _describe_give_up(error: GaveUp | WorkerFailed, state: DriverState) -> Ending:
+def _describe_give_up(error: GaveUp | WorkerFailed | ConfigError, state: DriverState) -> Ending:
     """Describe, for journal and user, the end of a run by a failure that it could not survive."""
     text = f"{error}\nstopped after step {state.steps_done}: {state.resume_sentence}:{state.resume_command}"
     return events.GaveUp(cause=str(error)), text
@@ -164,6 +165,7 @@ ENDINGS: tuple[tuple[type, Callable[[Any, DriverState], Ending]], ...] = (  # th
     (NoPlaces, _describe_no_places),
     (GaveUp, _describe_give_up),
     (WorkerFailed, _describe_give_up),
+    (ConfigError, _describe_give_up),  # a fault of the world, in one line
     (Unsaved, _describe_unsaved),
     (BaseException, _describe_unexpected),
 )

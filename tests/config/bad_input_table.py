@@ -299,7 +299,7 @@ run.time_limit=soon | run.time_limit=soon: must be seconds or H:MM:SS | 3600
 run.time_limit=1:2:3:4 | run.time_limit=1:2:3:4: must be seconds | 3600
 run.time_limit=-5 | run.time_limit=-5: must be seconds | 3600
 run.time_limit=nan | run.time_limit=nan: must be seconds | 3600
-run.time_limit=1e300 | run.time_limit=1e+300: must be <= 100000000 seconds | 100000000
+run.time_limit=1e300 | run.time_limit=1e300: must be <= 100000000 seconds | 100000000
 resume.allow=[model.layers] run.dir=x | resume.allow=model.layers: | model.z_loss
 resume.allow=[nope] run.dir=x | resume.allow=nope: no key of a run's identity
 resume.allow=[optimizer.lr] | resume.allow=optimizer.lr: needs the run to go on from | run.dir=DIRECTORY
