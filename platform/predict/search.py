@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Config
+from platform.config.layout_rules import ALL
 from platform.config.validation import violations_of_configuration
 from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.generators import MOST_PASSES
@@ -372,10 +373,11 @@ def choose_plan(
 
 def _violation_of_search(standings: SearchOutcome) -> str:
     """Return the line that refuses a search without a plan: the nearest to fitting, or that none is legal."""
-    keys = ", ".join(standings.space.config.plan.search)
-    refusal = f"plan.search={keys}: no plan for {format_count(standings.workers, 'worker')}"
+    opened = standings.space.config.plan.search
+    refusal = f"plan.search={', '.join(opened)}: no plan for {format_count(standings.workers, 'worker')}"
     if not standings.lacking_finalists:
-        return f"{refusal} or fewer is legal: leave more keys open"
+        remedy = ": it needs more workers, or other sizes" if ALL in opened else f"; nearest legal: plan.search=[{ALL}]"
+        return f"{refusal} or fewer is legal{remedy}"
     least = min(standings.lacking_finalists, key=lambda f: f.peak_memory)
     typed, needed = " ".join(standings.space.format_overrides(least.choice)), f"{least.peak_memory / 1e9:.4g}"
     return (
