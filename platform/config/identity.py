@@ -12,6 +12,7 @@ import yaml
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import closest_values, format_violation
 from platform.config.fields import KEYS, Config, hash_values, training_loss_name
+from platform.config.groups import AUTO
 
 # Keys of the identity that `resume.allow` can free: changing them leaves the saved tensors, the samples and their order
 # as they are. The corpus itself is always compared by its hash. Of group optimizer, all that are not declared fixed.
@@ -160,13 +161,12 @@ def _select_directory_hash_values(config: Config) -> dict[str, Any]:
 
 def _has_directory_hash_values(path: Path, values: Mapping[str, Any]) -> bool:
     """Return True if config.yaml in the run directory `path` has the values `values` (of
-    `_select_directory_hash_values`), keys unknown to its version being at their defaults. The number of replicas may
-    differ where `values` leaves it to the workers (-1)."""
+    `_select_directory_hash_values`), keys unknown to its version being at their defaults. What `values` leaves to the
+    run (-1, auto) may differ: a run stores what it settled on."""
     try:
         stored_values = _select_directory_hash_values(
             Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER))
         )  # noqa: S506
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         return False
-    as_many = {"parallel.data"} if values["parallel"]["data"] == -1 else set()
-    return not find_differences(stored_values, values).keys() - as_many
+    return all(present in (-1, AUTO) for _, present in find_differences(stored_values, values).values())
