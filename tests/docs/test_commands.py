@@ -266,7 +266,9 @@ def reports(typed: Typed, arguments: str, bench: Bench) -> None:
     [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
     for name in (word for word in shlex.split(arguments) if word.startswith(("runs/", "mine/"))):
         shutil.copytree(kept, name)
-    at = type("Address", (), {"__init__": lambda self, host, port, page: setattr(self, "address", f"{host}:{port}")})
+    token = "".join(re.findall(r"/([\w-]{22})/", "".join(typed.shown)))  # another one each time
+    served_at = lambda self, host, port, page: setattr(self, "address", f"{host}:{port}/{token}")  # noqa: E731
+    at = type("Address", (), {"__init__": served_at})
     bench.monkeypatch.setattr("platform.report.page_server.PageServer", at)
     bench.monkeypatch.setattr("platform.report.page_server.serve_page", lambda server: None)
     assert write_page(shlex.split(arguments)) == launch.DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from tests.config.test_bad_input import ALL
 from tests.hints.command_rows import ROWS
 from tests.hints.conftest import typed_of
-from tests.hints.sites import hit, reached, sites
+from tests.hints.sites import Site, hit, reached, sites
 
 INVENTORY = yaml.safe_load((Path(__file__).parent / "inventory.yaml").read_text())
 FOLLOWED = set(INVENTORY["followed"])
@@ -22,6 +23,12 @@ def test_every_place_that_gives_a_hint_is_listed(record_count):
     assert {*FOLLOWED, *excused} == names, "list it in inventory.yaml, with a row that reaches it or a reason"
     assert len(FOLLOWED) + len(excused) == len(names)
     record_count("hints of the code followed (places)", len(FOLLOWED), len(names))
+
+
+@pytest.mark.parametrize(("text", "tells"), [("*: *; nearest legal: *", False), ("* is odd; nearest legal: *", True)])
+def test_a_text_without_words_of_its_own_tells_nothing(text, tells):
+    pattern = ".*".join(map(re.escape, text.split("*")))
+    assert hit(Site("", "", 0, 0, pattern), set(), {"x: 3 is odd; nearest legal: 4"}) is tells
 
 
 @pytest.mark.full
