@@ -161,8 +161,8 @@ def _select_directory_hash_values(config: Config) -> dict[str, Any]:
 
 def _has_directory_hash_values(path: Path, values: Mapping[str, Any]) -> bool:
     """Return True if config.yaml in the run directory `path` has the values `values` (of
-    `_select_directory_hash_values`), keys unknown to its version being at their defaults. What `values` leaves to the
-    run (-1, auto) may differ: a run stores what it settled on."""
+    `_select_directory_hash_values`), keys unknown to its version being at their defaults. Keys that are -1 or auto in
+    `values` may differ: a run stores the value that it settled on."""
     try:
         stored_values = _select_directory_hash_values(
             Config.from_dict(yaml.load((path / "config.yaml").read_bytes(), _LOADER))

@@ -275,8 +275,7 @@ class ParallelOps(Ops):
         return self._pass_positions(spec, dim, device, self.offset if dim == "length" else 0)
 
     def _pass_positions(self, spec: Spec, dim: str, device: torch.device, first: int = 0) -> Tensor:
-        """Return the positions along `dim` of this rank's block of `spec` in its pass, whose first one is `first`,
-        int64 [local extent]."""
+        """Return the positions along `dim` of this rank's block of `spec`, counted from `first`, int64 [extent]."""
         stretches = self.block_stretches(spec, dim)
         pieces = [torch.arange(first + i, first + i + n, device=device) for i, n in stretches]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
