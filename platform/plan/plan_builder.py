@@ -74,7 +74,7 @@ def build_plan(
     recorded = _record_model(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     planner = Planner(mesh, scheme, _pad_vocab(sizes, scheme, mesh), {})
-    planner, planned, reductions = _plan_model(planner, operations, microbatch)
+    planner, planned, reductions = settle_planner(planner, operations, microbatch)
     sharded = mesh.order_axes(("zero" if scheme.zero else "data", "expert", *CONTEXT)) if zero else ()
     chunks = tuple(chunk.build_chunk(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
@@ -148,11 +148,12 @@ def _pad_vocab(sizes: Mapping[str, int], scheme: Scheme, mesh: Mesh) -> dict[str
     return {**sizes, "vocab": pad_to_multiple(sizes["vocab"], ranks * (ALIGNED if large else 1))}
 
 
-def _plan_model(
-    planner: Planner, operations: Sequence[Operation], microbatch: int
+def settle_planner(
+    planner: Planner, operations: Sequence[Operation], microbatch: int | None
 ) -> tuple[Planner, PlannedOperations, Reductions]:
-    """Plan the operations of a model; return them, the planner that knows which sums they leave to others, and the axes
-    over which each parameter's gradient is summed once a step. Raises IllegalPlan, with all violations."""
+    """Plan the operations of a model; return the planner that knows which sums they leave to others, the operations as
+    it plans them, and the axes over which each parameter's gradient is summed once a step. `microbatch` as in
+    `plan_operations`. Raises IllegalPlan, with all violations."""
     planned = plan_operations(planner, operations, microbatch)
     reductions, reduced_at_use = _find_reductions(planner, operations)
     planner = replace(planner, reduced_at_use=reduced_at_use)
@@ -213,11 +214,12 @@ def _summable_steps(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[
     yield from ((t, steps) for t, steps in pairs if isinstance(t, Spec) and t.open)
 
 
-def plan_operations(planner: Planner, operations: Sequence[Operation], microbatch: int) -> PlannedOperations:
+def plan_operations(planner: Planner, operations: Sequence[Operation], microbatch: int | None) -> PlannedOperations:
     """Plan the operations of a recorded model, by (kind, name): compute layouts, conversions of operands and results,
-    and every collective with its size. `microbatch`: sequences per microbatch and replica. Raises IllegalPlan, with all
-    violations."""
-    if illegal := violations_of_layouts(planner, operations, microbatch):
+    and every collective with its size. `microbatch`: sequences per microbatch and replica, None if it is not judged
+    whether axes divide what they split. Raises IllegalPlan, with all violations."""
+    illegal = [] if microbatch is None else violations_of_layouts(planner, operations, microbatch)
+    if illegal:
         raise IllegalPlan(illegal)
     planned: PlannedOperations = {}
     alike = _known_operations(planner)  # equal layers are planned once

@@ -86,7 +86,10 @@ class Contender:
     tensor_experts: str = choosable(
         "split", "parallel.tensor_experts", SKETCH,
         lambda space, _: [*TENSOR_EXPERTS] if space.config.model.experts else ["split"],
-        lambda space, x: sum(x[f"tensor.axes.{axis}"] > 1 for axis in space.expert_dividing_axes(x["scheme"])) > 0,
+        lambda space, x: sum(
+            x.get(f"tensor.axes.{axis}", space.config.branch.axes.get(axis, 1)) > 1
+            for axis in space.expert_dividing_axes(x["scheme"])
+        ) > 0,
     )  # fmt: skip
     zero: int = choosable(
         0, "parallel.zero", MODE, lambda space, _: ZERO[:1] if space.config.branch.only else ZERO,

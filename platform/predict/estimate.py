@@ -12,23 +12,37 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.config.fields import Config
 from platform.model import build_model
 from platform.plan.accelerators import ROUNDING, overhead_bytes
 from platform.plan.layout import Mesh, pad_to_multiple
 from platform.plan.model_types import Operation, Parameter, Recompute, Spec
-from platform.plan.operation_plan import Collective, Einsum, EinsumGroup, PlannedOperation
+from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import ITEMSIZE
-from platform.plan.plan_builder import ALIGNED
+from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
 from platform.plan.planner import Planner
 from platform.plan.rule import partial_axes
 from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
+from platform.plan.step_collectives import resolve_auto_kernels
 from platform.predict import price
 from platform.predict.contenders import Contender
+from platform.predict.footprint import Passes, measure_passes
 from platform.predict.hardware import Hardware
+from platform.predict.make_plan import plan_quickly
+from platform.predict.memory_budget import device_kind
+from platform.predict.meter import Meter
 from platform.predict.price import bytes_seconds, group_seconds, hidden_or_summed_seconds, message_seconds, update_bytes
-from platform.predict.work import FUSED_BACKWARD, share_in_use, share_of_rows, share_sent
+from platform.predict.work import (
+    FUSED_BACKWARD,
+    SUMMED,
+    Product,
+    attention_flops,
+    list_group_products,
+    share_in_use,
+    share_sent,
+)
 
 # Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
 #
@@ -40,15 +54,16 @@ from platform.predict.work import FUSED_BACKWARD, share_in_use, share_of_rows, s
 Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
 FEW = 4  # layers of a model from whose last one deeper ones follow
 SEQUENCES = "microbatch"  # variable beside the sizes of axes
+SIDES = "rows", "columns", "inner", "batch"  # of a product
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
 
 
 class Quantity(NamedTuple):
-    """Meaning of a number of an operation: `flops` of products or `fused` ones of attention; a product's `width`, its
-    shortest side, and the elements of weights `read` by it; elements that are `touched` so often in the forward and the
-    backward pass (`times`), `kept` for the latter, of the `stream` between blocks, of a `parameter`, or of a
-    `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's. `inside`: part of
-    attention, done again with recompute=selective."""
+    """Meaning of a number of an operation: the SIDES of a product and how many such `products` there are; `fused` FLOPs
+    of attention; elements of weights whose gradients are `summed` over microbatches; elements that are `touched` so
+    often in the forward and the backward pass (`times`), `kept` for the latter, of the `stream` between blocks, of a
+    `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's.
+    `inside`: part of attention, done again with recompute=selective."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -136,11 +151,13 @@ def sketch_model(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | N
     fewer_operations = count_operations(config, few - 1, scheme) if few > 1 else Counter[Operation]()
     anonymous = {o.nameless_key: n for o, n in fewer_operations.items()}
     variables = (*axes, SEQUENCES)
-    planners = [_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables)]
+    plannable = [o for o in operations if OPERATIONS[o.kind] not in (Ops.pointwise, Ops.residual)]
     kinds, values, exponents, once, layer = [], [], [], [], []
     try:
+        probes = (_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables))
+        planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
         for o, n in operations.items():
-            quantities = [list(_iterate_quantities(planner, o)) for planner in planners]
+            quantities = [list(_iterate_quantities(*pair, o)) for pair in planners]
             for i, (kind, value) in enumerate(quantities[0]):
                 grown = [more[i][1] if len(more) == len(quantities[0]) else value for more in quantities[1:]]
                 kinds.append(kind._replace(inside=o.recomputed))
@@ -150,8 +167,9 @@ def sketch_model(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | N
                 layer.append(n - anonymous.get(o.nameless_key, 0))
     except ValueError:
         return None
-    splits, batch = _find_divided_sizes(planners[0], operations)
-    if any(planners[0].layout(t).find_conflict() for o in operations for t in (*o.inputs, *o.outputs)):
+    planner = planners[0][0]
+    splits, batch = _find_divided_sizes(planner, operations)
+    if any(planner.layout(t).find_conflict() for o in operations for t in (*o.inputs, *o.outputs)):
         return None
     arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, once, layer)]
     return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch)
@@ -170,7 +188,9 @@ def _build_probe_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown
     return Planner(mesh, scheme, sizes, {})
 
 
-def _iterate_quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quantity, float]]:
+def _iterate_quantities(
+    planner: Planner, planned_operations: PlannedOperations, o: Operation
+) -> Iterator[tuple[Quantity, float]]:
     """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh. Of experts' rows an
     even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
     output = o.outputs[0] if o.outputs else None
@@ -184,16 +204,17 @@ def _iterate_quantities(planner: Planner, o: Operation) -> Iterator[tuple[Quanti
         if op is Ops.residual:
             yield Quantity("stream"), size
         return
-    planned = op.plan_operation(planner, o)
-    if work := op.count_flops(o, planner.sizes):
-        causal = 0.5 if dict(o.attributes).get("causal") else 1.0
-        yield Quantity("flops" if planned.groups else "fused"), causal * work / mesh.count_ranks(planned.compute_axes)
+    planned = planned_operations[o.kind, o.name]
     if planned.groups:
-        even = share_of_rows(planner, o)
-        pairs = [(g, e) for g in planned.groups for e in g.einsums]
-        yield Quantity("width"), min(_shortest_side(g, e, even) for g, e in pairs)
-        yield Quantity("read"), sum(prod(e.operand.after) for _, e in pairs)
+        products = Counter(p for group in planned.groups for p in list_group_products(planner, o, group))
+        for product, count in products.items():
+            yield from ((Quantity(side), size) for side, size in zip(SIDES, product[: len(SIDES)], strict=True))
+            yield Quantity("products"), count
+        weights = (e for g in planned.groups for e in g.einsums if isinstance(o.inputs[1 + e.index], Parameter))
+        yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
     else:
+        if op.chooses_kernel:
+            yield Quantity("fused"), attention_flops(planner, o)
         yield Quantity("touched", times=op.memory_accesses), size
     if any(p.role == "in" for p in o.parameters) or not planned.groups and not op.keeps_nothing:
         yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)
@@ -218,15 +239,6 @@ def _weight_collectives(planner: Planner, planned: PlannedOperation) -> Iterator
             yield from planner.collectives_of_conversion(e.operand, e.regathered)
 
 
-def _shortest_side(group: EinsumGroup, e: Einsum, even: float) -> float:
-    """Return the shortest side of a product on a rank: of each expert's rows, of which an `even` share is used."""
-    weights = dict(zip(e.dims, e.operand.after, strict=True))
-    experts = weights.pop("experts", 1) if "rows" in e.x_dims else 1
-    inner = prod(n for d, n in weights.items() if d not in e.out_dims)
-    rows = prod(group.x.after) * even / max(1, inner) / experts
-    return max(1.0, min(inner, prod(weights.values()) / max(1, inner), rows))
-
-
 def _find_divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:
     """Return the pairs of a size and the axes that must divide it, and the axes of a replica's batch, of operations."""
     splits, batch = dict[tuple[int, tuple[str, ...]], None](), dict[tuple[str, ...], None]()
@@ -240,8 +252,40 @@ def _find_divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -
     return tuple(splits), tuple(axes for axes in batch if axes)
 
 
+class PassBytes(NamedTuple):
+    """Bytes that a microbatch takes on a worker: of each deep layer and of all else those `kept` from the forward to
+    the backward pass, and those `pending` from the input gradient to the weight gradient where they are split; and the
+    most at `work` beside these, without and with the split."""
+
+    kept: tuple[Any, Any]
+    pending: tuple[Any, Any]
+    work: tuple[Any, Any]
+
+
+def meter_passes(config: Config, recompute: str) -> PassBytes | None:
+    """Meter the passes of a model with as few layers as its sketch has, all on one stage under the sizes of a
+    configuration, with one kind of recomputation; None if its plan is refused."""
+    few, by_depth = min(FEW, config.model.layers), list[list[Passes]]()
+    for layers in (few, max(1, few - 1)):
+        c = replace(config, model=replace(config.model, layers=layers), recompute=recompute)
+        if not (plan := plan_quickly(c)):
+            return None
+        device, dropout, model = device_kind(c), c.model.dropout, build_model(c.model)
+        plan = resolve_auto_kernels(plan, device, dropout)
+        meters = [Meter(plan, dropout, plan.mesh.rank_coordinates(0), device) for _ in range(2)]
+        chunk, splits = plan.chunks[0], (False, True)
+        by_depth.append([
+            measure_passes(meter, model, chunk, splits_weight_gradients=split)
+            for meter, split in zip(meters, splits, strict=True)
+        ])  # fmt: skip
+    (joint, split), (fewer, fewer_split) = by_depth
+    kept, pending = joint.kept - fewer.kept, split.pending - fewer_split.pending
+    work = tuple(max(p.forward - p.kept, p.backward - p.pending - sum(p.gradients.values())) for p in by_depth[0])
+    return PassBytes((kept, joint.kept - few * kept), (pending, split.pending - few * pending), work)  # type: ignore[arg-type]
+
+
 Column = NDArray[np.float64]
-KEPT, DELAYED = 0.8, 1.6  # share of the results counted that plans keep; and times that, with delayed weight gradients
+USUAL = PassBytes((1.1, 1.0), (1.0, 1.0), (1.0, 1.0))  # meter by sketch, where a sketch's own sizes have no legal plan
 GROUPS = 4  # process groups of a rank, about
 LEAST = 1e-9  # seconds, for groups of one rank
 
@@ -271,13 +315,34 @@ class Estimate(NamedTuple):
     memory: Column
 
 
+class _ParameterCosts(NamedTuple):
+    """What a worker has of parameters and does with them: bytes of `state`, those of a deep layer's (`layer_state`),
+    seconds in which gradients are summed (`reduces`), those of the `last` bucket's, seconds in which parameters are
+    gathered (`gathers`), and elements that it has `updated`."""
+
+    state: Column
+    layer_state: Column
+    reduces: Column
+    last: Column
+    gathers: Column
+    updated: Column
+
+
 class Estimator:
     """Estimates contenders of one scheme, whose axes of more than one rank are the same: `columns` gives, by variable,
-    the values of each contender, `axes` the mesh axes, outer to inner."""
+    the values of each contender, `axes` the mesh axes, outer to inner; `quotients`, by the kind of recomputation, what
+    the memory meter says of passes by what the sketch says."""
 
-    def __init__(self, sketch: Sketch, setting: Circumstances, axes: tuple[str, ...], columns: Columns):
+    def __init__(
+        self,
+        sketch: Sketch,
+        setting: Circumstances,
+        axes: tuple[str, ...],
+        columns: Columns,
+        quotients: Mapping[str, PassBytes],
+    ):
         """Evaluate all numbers of a sketch for all contenders."""
-        self.setting, self.axes, self.columns = setting, axes, columns
+        self.setting, self.axes, self.columns, self.quotients = setting, axes, columns, quotients
         self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.evaluate_columns(columns)
         self.layer = sketch.numbers.layer
         self.whole = sketch.numbers.once + (setting.layers - setting.few) * sketch.numbers.layer
@@ -310,19 +375,19 @@ class Estimator:
         [forward and backward, numbers, contenders]."""
         h, size = self.setting.hardware, self.size["compute"]
         peak = h.peak_flops(self.setting.precision)
-        speed = peak * h.reached.products
         computing = np.zeros((2, *self.numbers.shape))
         waiting, hidden = np.zeros_like(computing), np.zeros_like(computing)
         for i, kind in enumerate(self.kinds):
             number = self.numbers[i]
-            if kind.what == "flops":
-                width, read = self.numbers[i + 1], self.numbers[i + 2] * size
-                seconds = number / (speed * width / (width + h.fill))
-                seconds = hidden_or_summed_seconds(seconds, bytes_seconds(read, h), h)
-                computing[0, i], computing[1, i] = seconds, 2 * seconds
+            if kind.what == SIDES[0]:
+                product, count = Product(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
+                computing[0, i] = count * self._product_seconds(product)
+                computing[1, i] = count * sum(map(self._product_seconds, product.gradient_products))
             elif kind.what == "fused":
                 seconds = number / (peak * h.reached.attention)
                 computing[0, i], computing[1, i] = seconds, FUSED_BACKWARD * seconds
+            elif kind.what == "summed":
+                computing[1, i] = bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1)
             elif kind.what == "touched":
                 seconds = bytes_seconds(number * size, h)
                 computing[0, i], computing[1, i] = kind.times[0] * seconds, kind.times[1] * seconds
@@ -333,57 +398,79 @@ class Estimator:
                 into[int(kind.phase == "backward"), i] = self.collective_seconds(kind.op, kind.axes, number * size)
         return computing, waiting, hidden
 
+    def _product_seconds(self, p: Product) -> Column:
+        """Return the seconds of a product of every contender, whose sizes are columns."""
+        h = self.setting.hardware
+        tiled = price.tiling_shares(p.rows, p.columns, p.batch, h.processors, h.tile)
+        return price.products_seconds(p, h, self.setting.precision, self.size["compute"], tiled)
+
     def _sum_passes(self, occurrences: NDArray) -> tuple[Column, Column]:
         """Return the seconds of both passes of the numbers, each so often as `occurrences` says."""
         computing, waiting, hidden = (np.tensordot(part, occurrences, (1, 0)) for part in self._pass_seconds)
         device_seconds = np.maximum(computing, hidden) + waiting
-        kernels = float(occurrences @ [kind.what in ("touched", "flops", "fused") for kind in self.kinds])
-        hardware = self.setting.hardware
-        host = kernels * hardware.launch
-        backward = hidden_or_summed_seconds(device_seconds[1], 2 * host, hardware)
-        return hidden_or_summed_seconds(device_seconds[0], host, hardware), backward
+        host = self._kernels @ occurrences * self.setting.hardware.launch
+        forward, backward = (
+            hidden_or_summed_seconds(device_seconds[i], host[i], self.setting.hardware) for i in (0, 1)
+        )
+        return forward, backward
 
     @cached_property
-    def _layer_times(self) -> tuple[Column, Column, Column, Column]:
-        """Return the seconds of the passes, forward and backward, of a layer and of all around the layers."""
-        return (*self._sum_passes(self.layer), *self._sum_passes(self.ends))
+    def _kernels(self) -> NDArray[np.float64]:
+        """Return the kernels that each number stands for, [forward and backward, numbers]."""
+        launched = {"products": (1, 2), "fused": (1, 3)}
+        pairs = (
+            (k.times[0] > 0, k.times[1] > 0) if k.what == "touched" else launched.get(k.what, (0, 0))
+            for k in self.kinds
+        )
+        return np.array(list(pairs), dtype=float).T
+
+    @cached_property
+    def _layer_times(self) -> tuple[Column, Column, Column, Column, Column, Column]:
+        """Return the seconds of the passes, forward and backward, of a layer, of all around the layers, and of all."""
+        return (*self._sum_passes(self.layer), *self._sum_passes(self.ends), *self._sum_passes(self.whole))
 
     @cached_property
     def _recompute_seconds(self) -> Column:
         """Return the seconds in which recompute=selective does the inside of attention again, of a layer."""
         return self._sum_passes(self.layer * [kind.inside for kind in self.kinds])[0]
 
-    @cached_property
-    def _kept_bytes(self) -> tuple[Column, Column, Column]:
-        """Return the bytes kept for the backward pass: of a layer, of it without attention, and of all else."""
+    def sketch_passes(self, recompute: str) -> PassBytes:
+        """Return the bytes of passes by the sketch alone: as many as there are results."""
         kept = np.array([kind.what == "kept" for kind in self.kinds]) * self.size["compute"]
         outside = kept * [not kind.inside for kind in self.kinds]
-        return tuple(w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))
+        layer, outside, ends = (w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))
+        stream = self._stream_elements * self.size["compute"]
+        each = {"full": stream, "selective": outside}.get(recompute, layer)
+        return PassBytes((each, ends), (layer, ends), (layer + ends, layer + ends))
 
     @cache  # noqa: B019
-    def _parameter_costs(self, zero: int) -> tuple[Column, Column, Column]:
-        """Return, of all parameters as if they were on one stage, the bytes of a worker's state, the seconds in which
-        gradients are summed and updated parameters gathered, and the elements that it updates."""
+    def _pass_bytes(self, recompute: str) -> PassBytes:
+        """Return the bytes of passes as the meter would count them."""
+        by_sketch, quotients = self.sketch_passes(recompute), self.quotients.get(recompute, USUAL)
+        return PassBytes(*(
+            tuple(size * q for size, q in zip(*pair, strict=True)) for pair in zip(by_sketch, quotients, strict=True)
+        ))  # fmt: skip
+
+    @cache  # noqa: B019
+    def _parameter_costs(self, zero: int) -> _ParameterCosts:
+        """Return what a worker has of all parameters and does with them, as if they were on one stage."""
         master, compute = self.size["master"], self.size["compute"]
-        memory, seconds, updated = (np.zeros_like(self.stages, dtype=float) for _ in range(3))
+        costs = _ParameterCosts(*(np.zeros_like(self.stages, dtype=float) for _ in _ParameterCosts._fields))
         copies = compute if compute != master or zero in (1, 2) else 0
         for axes in dict.fromkeys(kind.axes for kind in self.kinds if kind.what == "parameter"):
             rows = self._parameter_rows(axes)
-            elements = self.whole[rows] @ self.numbers[rows]
+            elements, of_layer = (times[rows] @ self.numbers[rows] for times in (self.whole, self.layer))
             shards = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
-            memory += elements * held
-            updated += elements / state
             buckets = np.minimum(self._count_buckets(axes), max(1.0, self.whole[rows].sum()))
             bucket_bytes = elements * master / buckets
-            if zero:
-                seconds += buckets * self.collective_seconds("reduce_scatter", axes, bucket_bytes)
-                gathered_bytes = bucket_bytes * compute / master / shards
-                seconds += buckets * self.collective_seconds("all_gather", axes, gathered_bytes)
-            else:
-                seconds += buckets * self.collective_seconds("all_reduce", axes, bucket_bytes)
-        return memory, seconds, updated
+            each = self.collective_seconds("reduce_scatter" if zero else "all_reduce", axes, bucket_bytes)
+            gathered_bytes = bucket_bytes * compute / master / shards
+            gather = self.collective_seconds("all_gather", axes, gathered_bytes) if zero else 0.0
+            more = elements * held, of_layer * held, buckets * each, each, buckets * gather, elements / state
+            costs = _ParameterCosts(*(total + part for total, part in zip(costs, more, strict=True)))
+        return costs
 
     def _parameter_rows(self, axes: tuple[str, ...]) -> list[int]:
         """Return which numbers are of parameters whose gradients are summed over some axes."""
@@ -422,33 +509,59 @@ class Estimator:
         """Estimate the contenders `rows` in one mode."""
         s, stages, sent = self.setting, self.stages[rows], self._seconds_per_send[rows]
         m = np.maximum(self._num_microbatches[rows], stages if mode.chunks > 1 else 1)
-        forward, backward, ends_forward, ends_backward = (part[rows] for part in self._layer_times)
+        forward, backward, ends_forward, ends_backward, all_forward, all_backward = (
+            part[rows] for part in self._layer_times
+        )
         again = {"full": self._layer_times[0], "selective": self._recompute_seconds}.get(mode.recompute)
-        backward = backward if again is None else backward + again[rows]
-        layer, ends = forward + backward, ends_forward + ends_backward
+        if again is not None:
+            backward, all_backward = backward + again[rows], all_backward + s.layers * again[rows]
+        layer, ends, whole = forward + backward, ends_forward + ends_backward, all_forward + all_backward
         per = np.ceil(s.layers / (stages * mode.chunks))
         slack = (stages * mode.chunks * per - s.layers) * layer
-        slowest = mode.chunks * per * layer + np.maximum(0.0, ends - slack)
-        average = (s.layers * layer + ends) / stages
-        lost = average * (forward / layer if mode.kind == "zb_h1" else 1.0)
+        deepest = mode.chunks * per * layer + np.maximum(0.0, ends - slack)
+        lockstep = 1 + price.LOCKSTEP if mode.chunks > 1 else 1.0
+        slowest = lockstep * np.where(stages == 1, whole, np.minimum(whole, deepest))
+        lost = whole / stages * (forward / layer if mode.kind == "zb_h1" else 1.0)
         bubble = (stages - 1) * (lost / mode.chunks + 2 * sent)
         handed = np.where(stages > 1, 4 * mode.chunks * sent, 0.0)
-        state, moved, updated = (part[rows] / stages for part in self._parameter_costs(mode.zero))
-        hidden = (s.layers * backward + ends_backward) / stages / mode.chunks if s.overlap else 0.0
-        exposed = (m if mode.zero > 1 else 1.0) * np.maximum(0.1 * moved, moved - hidden)
-        update = bytes_seconds(updated * update_bytes(self.size, s.moments), s.hardware)
+        costs = _ParameterCosts(*(part[rows] for part in self._parameter_costs(mode.zero)))
+        state = np.where(stages == 1, costs.state, np.minimum(
+            costs.state, mode.chunks * per * costs.layer_state + (costs.state - s.layers * costs.layer_state) / 2
+        ))  # fmt: skip
+        exposed = self._exposed_seconds(mode, m, costs, all_forward, all_backward, stages)
+        update = bytes_seconds(costs.updated / stages * update_bytes(self.size, s.moments), s.hardware)
         held = self._activation_bytes(mode, rows, m, mode.chunks * per)
         return Estimate(m * (slowest + handed) + bubble + exposed + update, self._add_library_reserve(state + held))
 
+    def _exposed_seconds(
+        self, mode: Contender, m: Column, costs: _ParameterCosts, forward: Column, backward: Column, stages: Column
+    ) -> Column:
+        """Return the seconds of a step for collectives of parameters that its passes, `forward` and `backward` of the
+        whole model in all `stages`, do not hide, and by which those slow the passes that are hidden."""
+        passes, interference = forward + backward, self.setting.hardware.interference
+        hides = 1.0 if self.setting.overlap else 0.0
+        if mode.zero < 2:
+            hidden = np.minimum(costs.reduces - costs.last, hides * backward / mode.chunks)
+            return (costs.reduces - hidden + costs.gathers) / stages
+        moved = costs.reduces + (2 * costs.gathers if mode.zero == 3 else 0.0)
+        hidden = np.minimum(moved, hides * passes)
+        return (m * (moved - hidden + interference * hidden) + (costs.gathers if mode.zero == 2 else 0.0)) / stages
+
     def _activation_bytes(self, mode: Contender, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
-        """Return the bytes of activations in flight on a stage of so many `layers`, and of the layer at work."""
-        stages, (layer, outside, ends) = self.stages[rows], (part[rows] for part in self._kept_bytes)
+        """Return the bytes of activations in flight on the first stage or the last, of so many `layers`, whichever
+        takes more, and of the layer at work."""
+        stages, bytes_of_passes, splits = self.stages[rows], self._pass_bytes(mode.recompute), mode.kind == "zb_h1"
+        (kept, kept_ends), (pending, _) = ([part[rows] for part in parts] for parts in bytes_of_passes[:2])
         more = (stages - 1) / mode.chunks if mode.chunks > 1 else 0.0
-        passes = m if mode.kind == "gpipe" else np.minimum(m, stages + more)
-        stream = self._stream_elements[rows] * self.size["compute"]
-        kept = {"full": stream, "selective": outside}.get(mode.recompute, layer)
-        share = KEPT * (DELAYED if mode.kind == "zb_h1" else 1.0)
-        return share * passes * layers * kept + layer + ends / np.maximum(1, stages / 2)
+        first = m if mode.kind == "gpipe" else np.minimum(m, stages + more)
+        last = m if mode.kind == "gpipe" else np.minimum(m, 1 + more * (mode.chunks - 1))
+        delayed = np.minimum(m, stages) - 1 if splits else 0.0
+        again = np.maximum(0.0, pending - kept) if splits else 0.0  # what the pass at work does not take over
+        per_pass = layers / mode.chunks
+        on_first = first * layers * kept + per_pass * again
+        on_last = last * (layers * kept + np.maximum(0.0, kept_ends)) + per_pass * (delayed * pending + again)
+        held = np.where(stages == 1, m * 0 + layers * kept + kept_ends, np.maximum(on_first, on_last))
+        return held + bytes_of_passes.work[splits][rows]
 
     def _add_library_reserve(self, memory: Column) -> Column:
         """Return the bytes of a worker with what its device's libraries reserve."""

@@ -127,6 +127,11 @@ class MemoryForecast:
         """Return the bytes that the worker takes that needs most."""
         return max(f.total_bytes for f in self.stage_footprints)
 
+    @property
+    def known_peak_bytes(self) -> int:
+        """Return the bytes that the neediest worker takes of the stages that were asked for."""
+        return max((f.total_bytes for f in self._found.values()), default=0)
+
     def exceeds_memory(self, memory: float) -> bool:
         """Return True if some worker needs more than so many bytes; the outer stages, which need most, come first."""
         last = self.plan.num_stages - 1

@@ -41,26 +41,37 @@ WHOLE = 1 << 30  # MiB: a stage's gradients in as few buckets as there can be
 TILES = ((1, 1 / 2, 1.0), (1 / 2, 1 / 2, 0.95), (1 / 2, 1 / 4, 0.85), (1 / 4, 1 / 4, 0.7))
 
 
-@lru_cache(maxsize=1 << 16)
-def tiling_share(rows: int, columns: int, batch: int, processors: int, tile: float = Hardware.tile) -> float:
-    """Return the share of the processors' time that goes into elements of a product's result."""
+def tiling_shares(rows: Number, columns: Number, batch: Number, processors: int, tile: float = Hardware.tile) -> Number:
+    """Return the shares of the processors' time that go into elements of the results of many products."""
     # tiles at the edges reach beyond it, fewer tiles than processors leave some idle; a last wave is divided further
-    best = 0.0
+    best, elements = 0.0, rows * columns * batch
     for tall, wide, share in TILES:
         for height, width in {(tall * tile, wide * tile), (wide * tile, tall * tile)}:
-            tiles = ceil(rows / height) * ceil(columns / width) * batch
-            best = max(best, share * rows * columns * batch / (max(tiles, processors) * height * width))
+            tiles = np.ceil(rows / height) * np.ceil(columns / width) * batch
+            best = np.maximum(best, share * elements / (np.maximum(tiles, processors) * height * width))
     return best
 
 
+@lru_cache(maxsize=1 << 16)
+def tiling_share(rows: int, columns: int, batch: int, processors: int, tile: float = Hardware.tile) -> float:
+    """Return the share of the processors' time that goes into elements of a product's result."""
+    return float(tiling_shares(rows, columns, batch, processors, tile))
+
+
+def products_seconds(p: Product, hardware: Hardware, precision: str, itemsize: int, tiled: Number) -> Number:
+    """Return the seconds of many matrix products, whose sizes are arrays, or of one: of its tiles, which take the share
+    `tiled`, and the depth of its sums, and of its bytes beside them."""
+    share = tiled * p.inner / (p.inner + hardware.fill)
+    computing = p.flops / (hardware.peak_flops(precision) * hardware.reached.products * share)
+    return hidden_or_summed_seconds(computing, bytes_seconds(p.elements * itemsize, hardware), hardware)
+
+
 def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: int) -> float:
-    """Return the seconds of a matrix product: of its tiles and the depth of its sums, and of its bytes beside them."""
+    """Return the seconds of a matrix product."""
     if not p.flops:
         return 0.0
     tiled = tiling_share(p.rows, p.columns, p.batch, hardware.processors, hardware.tile)
-    share = tiled * p.inner / (p.inner + hardware.fill)
-    computing = p.flops / (hardware.peak_flops(precision) * hardware.reached.products * share)
-    return float(hidden_or_summed_seconds(computing, bytes_seconds(p.elements * itemsize, hardware), hardware))
+    return float(products_seconds(p, hardware, precision, itemsize, tiled))
 
 
 def cast_seconds(p: Product, hardware: Hardware) -> float:

@@ -3,10 +3,11 @@ priced, one chosen. `choose_plan` fills in the keys, and `format_ranking` shows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import inf, prod
+from math import ceil, inf, log, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,24 +18,42 @@ from platform.boundary.terminal import show_phase
 from platform.config.fields import Config
 from platform.config.layout_rules import ALL
 from platform.config.validation import violations_of_configuration
+from platform.model import build_model
 from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.generators import MOST_PASSES
-from platform.plan.layout import find_factorizations, format_count
-from platform.plan.plan import Plan
+from platform.plan.layout import find_divisors, find_factorizations, format_count
+from platform.plan.plan import ITEMSIZE, Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_seconds
 from platform.predict.contenders import AXIS, CHOOSABLE, MODE, SIZE, SKETCH, Contender, SearchSpace, list_parts
-from platform.predict.estimate import FEW, SEQUENCES, Circumstances, Columns, Estimator, Sketch, sketch_model
+from platform.predict.estimate import (
+    BASE,
+    FEW,
+    SEQUENCES,
+    Circumstances,
+    Columns,
+    Estimator,
+    PassBytes,
+    Sketch,
+    meter_passes,
+    sketch_model,
+)
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, device_kind
 from platform.predict.price import StepPrice
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, read_bucket_size, step_price
 
-MOST, LEAST, LAYERS = 50, 8, 1000  # finalists of a search: of at most so many layers together
-ROUGH = 1.25  # of the memory that there is: one whose estimate is beyond it hardly fits;
-NEAR, LACKING = 2.0, 4  # up to so much more, a few are planned, to show why they lost
-TRUST = 2.0  # of two estimates, one may be so many times too high beside the other
+# A mode's contenders are kept by bands of memory: the few quickest of those that all quicker ones need more than. So
+# whatever factor the estimates of a mode are wrong by, the best of those that fit is among them.
+NEAR, BAND, IN_BAND = 2.0, 1.1, 4
+THINNEST = 1 / 16  # of the memory that there is: less makes no difference
+MOST, LEAST, LAYERS = 16, 8, 1000  # finalists that are planned though none can win: of so many layers together
+PATIENCE = 6  # times as many are planned at most
+LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
+ERRORS = 0.9, 0.8  # price by estimate of seconds, and of memory, that a mode of which none was planned may have
+WITHIN = 0.97, 0.9  # how far such quotients go below the least that was seen of the mode,
+AKIN = 0.95  # and those of seconds in a mode of which none was planned below the least of its family
 
 MOST_SKETCHES = 500
 _SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds the start's sketches
@@ -48,6 +67,17 @@ class Rated(NamedTuple):
     rank: tuple
     choice: Contender
     memory: float
+
+    @property
+    def mode(self) -> tuple:
+        """Return what the estimate's error depends on: all but sizes."""
+        return self.family, *(getattr(self.choice, part) for part in list_parts(MODE))
+
+    @property
+    def family(self) -> tuple:
+        """Return what the error of an estimate of seconds depends on most."""
+        c = self.choice
+        return c.scheme, c.kind, c.context > 1, *(getattr(c, part) for part in list_parts(SKETCH))
 
 
 @dataclass(frozen=True)
@@ -74,6 +104,11 @@ class Finalist:
     def peak_memory(self) -> int:
         """Return the bytes that the neediest worker takes."""
         return self._memory_forecast.peak_bytes
+
+    @property
+    def known_memory(self) -> int:
+        """Return the bytes that the neediest worker takes of the stages that were forecast."""
+        return self._memory_forecast.known_peak_bytes
 
     def fits_memory(self, budget: float) -> bool:
         """Return True if no worker takes more than so many bytes."""
@@ -111,15 +146,33 @@ def search_plans(config: Config, workers: int, memory: float, hardware: Hardware
     """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
     many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
     space, judged, nearest = SearchSpace(config), 0, None
+    least = _least_state_bytes(config)
     with pause_garbage_collection(), show_phase("searching for a plan"):
+        most_divisors = most_twos = 0
         for ranks in _numbers_of_workers(space, workers):
+            if nearest and ranks * memory < least:
+                break
+            divisors, twos = len(find_divisors(ranks)), ranks & -ranks
+            if nearest and divisors <= most_divisors and twos <= most_twos:
+                continue  # of fewer workers each needs more, but where they divide what more of them do not
             rated, count = Field(space, ranks, memory, hardware).rate_contenders()
             judged += count
             standings = SearchOutcome(space, ranks, _pick_finalists(space, rated, memory, hardware), judged, memory)
-            nearest = nearest or (standings if standings.tried else None)
+            if standings.tried:
+                most_divisors, most_twos = max(most_divisors, divisors), max(most_twos, twos)
+                nearest = nearest or standings
             if standings.best_finalist:
                 return standings
     return replace(nearest, judged=judged) if nearest else SearchOutcome(space, workers, [], judged, memory)
+
+
+def _least_state_bytes(config: Config) -> float:
+    """Return the bytes of all workers together that any plan takes: of the parameters, each once, and of what the
+    optimizer keeps of them."""
+    model = build_model(config.model)
+    sizes, master = dict(model.sizes), ITEMSIZE[config.precision]["master"]
+    numbers = sum(prod(sizes[dim] for dim in p.dims) for p in model.parameters())
+    return numbers * master * (1 if config.train.freeze else 1 + count_state_numbers(config))
 
 
 def _numbers_of_workers(space: SearchSpace, workers: int) -> Iterator[int]:
@@ -132,38 +185,47 @@ def _numbers_of_workers(space: SearchSpace, workers: int) -> Iterator[int]:
 
 
 def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
-    """Plan and price contenders, the best by estimate first, as many as may be the quickest that fits;
-    return them by price."""
-    most = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
+    """Plan and price contenders, the one that is expected to be quickest first, until no other can be quicker than the
+    best that fits by the errors that estimates of its mode were seen to have; return them by price."""
+    if not rated:
+        return []
+    modes = {mode: i for i, mode in enumerate(dict.fromkeys(one.mode for one in rated))}
+    family_numbers = {family: i for i, family in enumerate(dict.fromkeys(one.family for one in rated))}
+    mode_of, families = np.array([modes[one.mode] for one in rated]), np.array([family_numbers[m[0]] for m in modes])
+    estimates = np.array([(one.seconds, one.memory) for one in rated]).T
+    quotients = np.repeat(np.array(ERRORS)[:, None], len(modes), axis=1)  # [seconds and memory, modes]
+    least = np.full_like(quotients, inf)
     finalists: list[Finalist] = []
-    least = inf
-    for contender in _iterate_promising(rated, memory):
-        if len(finalists) == 3 * most or (len(finalists) >= most and _has_fitting_finalist(finalists, memory)):
+    unplanned, best = np.ones(len(rated), dtype=bool), inf
+
+    def note_quotient(what: int, i: int, value: float) -> None:
+        """Take note of what a contender's plan has, by its estimate."""
+        mode = mode_of[i]
+        least[what, mode] = min(least[what, mode], value / estimates[what, i])
+        quotients[what, mode] = WITHIN[what] * least[what, mode]
+        if what == 0:
+            akin = families == families[mode]
+            quotients[0, akin & np.isinf(least[0])] = AKIN * least[0, akin].min()
+
+    shown = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
+    for _ in range(PATIENCE * shown):
+        seconds, needed = estimates * quotients[:, mode_of]
+        seconds[~unplanned | (needed > memory)] = inf
+        i = int(seconds.argmin())
+        if seconds[i] == inf or (seconds[i] >= best and len(finalists) >= shown):
             break
-        if len(rated) > most and contender.seconds > TRUST * least and _has_fitting_finalist(finalists, memory):
-            break  # the estimate is so much above that of the best so far
-        if finalist := _plan_finalist(space, contender.choice, hardware):
+        unplanned[i] = False
+        if finalist := _plan_finalist(space, rated[i].choice, hardware):
             finalists.append(finalist)
-            first = min(finalists, key=lambda f: f.sort_key) is finalist
-            least = contender.seconds if first and contender.memory <= memory else least
-    if not _has_fitting_finalist(finalists, memory):  # the one that needs least is shown to the user
-        thrifty = sorted(rated, key=lambda one: (one.memory, one.rank))[:LACKING]
-        finalists += filter(None, (_plan_finalist(space, one.choice, hardware) for one in thrifty))
+            note_quotient(0, i, finalist.price.seconds)
+            if finalist.price.seconds < best:
+                best = finalist.price.seconds if finalist.fits_memory(memory) else best
+                note_quotient(1, i, finalist.known_memory)
+    if best == inf:  # the ones that need least are shown to the user
+        needed = (estimates * quotients[:, mode_of])[1][unplanned]
+        thrifty = np.flatnonzero(unplanned)[np.argsort(needed, kind="stable")][:LACKING]
+        finalists += filter(None, (_plan_finalist(space, rated[i].choice, hardware) for i in thrifty))
     return sorted(finalists, key=lambda f: f.sort_key)
-
-
-def _iterate_promising(rated: Sequence[Rated], memory: float) -> Iterator[Rated]:
-    """Yield the contenders that may fit by estimate, and a few that hardly do."""
-    beyond = 0
-    for contender in rated:
-        beyond += contender.memory > ROUGH * memory
-        if contender.memory <= NEAR * memory and (contender.memory <= ROUGH * memory or beyond <= LACKING):
-            yield contender
-
-
-def _has_fitting_finalist(finalists: Sequence[Finalist], memory: float) -> bool:
-    """Return True if some finalist fits; the quickest are measured first."""
-    return any(f.fits_memory(memory) for f in sorted(finalists, key=lambda f: f.sort_key))
 
 
 def _plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware) -> Finalist | None:
@@ -182,6 +244,7 @@ class Field:
     workers: int
     memory: float
     hardware: Hardware
+    _quotients: dict[tuple, dict[str, PassBytes]] = field(default_factory=dict)
 
     @cached_property
     def search_circumstances(self) -> Circumstances:
@@ -263,7 +326,8 @@ class Field:
         if not estimator:
             return [], 0
         columns = _select_rows(columns, legal)
-        parts = []  # by mode: its number, and the rows, seconds and bytes of its best contenders
+        # by mode, whatever its chunks: of each of these its number, and the rows, seconds and bytes of its contenders
+        parts: dict[Contender, list[tuple[NDArray[Any], ...]]] = {}
         judged, taken = 0, dict[tuple, NDArray[Any]]()
         limited = [part for part in list_parts(MODE) if CHOOSABLE[part].allows]
         for number, mode in enumerate(modes):
@@ -276,23 +340,29 @@ class Field:
             judged += len(rows)
             seconds, memory = estimator.estimate_contenders(mode, rows)
             best = self._select_promising(seconds, memory)
-            parts.append((np.full(len(best), number), rows[best], seconds[best], memory[best]))
-        if not parts:
-            return [], 0
-        mode_of, rows, seconds, memory = (np.concatenate(column) for column in zip(*parts, strict=True))
-        best = self._select_promising(seconds, memory, 4 * MOST)
-        sizes = ({name: int(column[rows[i]]) for name, column in columns.items()} for i in best)
-        chosen = [(i, self.space.build_contender(modes[mode_of[i]], x)) for i, x in zip(best, sizes, strict=True)]
-        return [Rated(float(seconds[i]), c.tie_order, c, float(memory[i])) for i, c in chosen], judged
+            alike = parts.setdefault(replace(mode, chunks=1), [])
+            alike.append((np.full(len(best), number), rows[best], seconds[best], memory[best]))
+        rated = []
+        for alike in parts.values():
+            mode_of, rows, seconds, memory = (np.concatenate(column) for column in zip(*alike, strict=True))
+            for i in self._select_promising(seconds, memory):
+                sizes = {name: int(column[rows[i]]) for name, column in columns.items()}
+                c = self.space.build_contender(modes[mode_of[i]], sizes)
+                rated.append(Rated(float(seconds[i]), c.tie_order, c, float(memory[i])))
+        return rated, judged
 
-    def _select_promising(self, seconds: NDArray[Any], memory: NDArray[Any], most: int = MOST) -> NDArray[np.intp]:
-        """Return which contenders are worth a look: the `most` quickest that may fit, some quick ones that lack little
-        memory, and the one that takes least."""
-        near = memory <= NEAR * self.memory
-        fits = near & (memory <= ROUGH * self.memory)
-        groups = (fits, most), (near & ~fits, LACKING)
-        chosen = [np.flatnonzero(which)[np.argsort(seconds[which], kind="stable")[:n]] for which, n in groups]
-        return np.unique(np.concatenate([*chosen, [memory.argmin()]])).astype(np.intp)
+    def _select_promising(self, seconds: NDArray[Any], memory: NDArray[Any]) -> NDArray[np.intp]:
+        """Return which contenders of a mode are worth a look: those that need less memory, by bands, than all quicker
+        ones but a few, and the one that takes least."""
+        rows = np.flatnonzero(memory <= NEAR * self.memory)
+        rows = rows[np.argsort(seconds[rows], kind="stable")]
+        bands = np.ceil(np.log(np.maximum(memory[rows] / self.memory, THINNEST)) / log(BAND))
+        chosen = [np.array([memory.argmin()])]
+        for _ in range(IN_BAND):
+            thinner = bands < np.minimum.accumulate(np.concatenate([[inf], bands]))[:-1]
+            chosen.append(rows[thinner])
+            rows, bands = rows[~thinner], bands[~thinner]
+        return np.unique(np.concatenate(chosen)).astype(np.intp)
 
     def _mask_mode(self, mode: Contender, columns: Columns, limited: Sequence[str]) -> NDArray[Any]:
         """Return which contenders have a mode; its `limited` parts do not go with all."""
@@ -324,11 +394,34 @@ class Field:
         legal = np.flatnonzero(sketch.mask_legal(by_axis) & sketch.mask_batch(by_axis)) if sketch else np.array([], int)
         if not sketch or not len(legal):
             return None, legal
-        return Estimator(sketch, self.search_circumstances, axes, _select_rows(by_axis, legal)), legal
+        quotients = self._compare_with_meter(start, sketch, axes, several)
+        return Estimator(sketch, self.search_circumstances, axes, _select_rows(by_axis, legal), quotients), legal
+
+    def _compare_with_meter(
+        self, start: Contender, sketch: Sketch, axes: tuple[str, ...], several: Mapping[str, int]
+    ) -> Mapping[str, PassBytes]:
+        """Return what the memory meter says of passes by what the `sketch` of a `start` says, by the kind of
+        recomputation, at two ranks along its axes; compared once for alike ones."""
+        key = start, several["experts"] > 1
+        if key not in self._quotients:
+            self._quotients[key] = {}
+            sizes = {**several, "data": 2 * several["experts"], "microbatch": BASE, "stages": 1}
+            config = self.space.build_config(self.space.build_contender(start, sizes))
+            config.train.global_batch = BASE * sizes["data"]
+            probe = self._columns_by_axis(axes, {name: np.array([n]) for name, n in sizes.items()})
+            estimator = Estimator(sketch, self.search_circumstances, axes, probe, {})
+            for recompute in self.space.list_values("recompute", start):
+                if metered := meter_passes(config, recompute):
+                    by_sketch = estimator.sketch_passes(recompute)
+                    pairs = (zip(*pair, strict=True) for pair in zip(metered, by_sketch, strict=True))
+                    quotients = (tuple(float(count / max(1.0, size[0])) for count, size in pair) for pair in pairs)
+                    self._quotients[key][recompute] = PassBytes(*quotients)  # type: ignore[arg-type]
+        return self._quotients[key]
 
     def _columns_by_axis(self, axes: Sequence[str], columns: Columns) -> Columns:
         """Return the columns of contenders by mesh axis, and their microbatches."""
-        c, data, shared, context = self.space.config, columns["data"], columns["experts"], columns["context"]
+        c, data, context = self.space.config, columns["data"], columns["context"]
+        shared = np.gcd(data, columns["experts"])  # of fewer replicas than are to share experts, all do
         inside = c.parallel.context_heads if c.parallel.context_kind == "nested" else 1
         exchange = context if c.parallel.context_kind == "heads" else np.minimum(inside, context)
         divided = {"data": data // shared, "expert": shared, "exchange": exchange, "context": context // exchange}
@@ -365,13 +458,13 @@ def choose_plan(
     hardware = hardware or choose_pricing_hardware(config)
     standings = search_plans(config, workers, memory_of_worker(config, memory, hardware), hardware)
     if not standings.best_finalist:
-        raise ConfigError(_violation_of_search(standings))
-    for field in fields(Config):
-        setattr(config, field.name, getattr(standings.best_finalist.config, field.name))
+        raise ConfigError(_violation_of_search(standings, hardware))
+    for f in fields(Config):
+        setattr(config, f.name, getattr(standings.best_finalist.config, f.name))
     return standings
 
 
-def _violation_of_search(standings: SearchOutcome) -> str:
+def _violation_of_search(standings: SearchOutcome, hardware: Hardware) -> str:
     """Return the line that refuses a search without a plan: the nearest to fitting, or that none is legal."""
     opened = standings.space.config.plan.search
     refusal = f"plan.search={', '.join(opened)}: no plan for {format_count(standings.workers, 'worker')}"
@@ -380,10 +473,34 @@ def _violation_of_search(standings: SearchOutcome) -> str:
         return f"{refusal} or fewer is legal{remedy}"
     least = min(standings.lacking_finalists, key=lambda f: f.peak_memory)
     typed, needed = " ".join(standings.space.format_overrides(least.choice)), f"{least.peak_memory / 1e9:.4g}"
-    return (
-        f"{refusal} fits {standings.budget / 1e9:.4g} GB; the one that needs least, {typed}, needs {needed} GB;"
-        f" more workers, or cluster.device_memory={needed}, would do"
+    remedy = _find_remedy(standings, hardware)
+    larger = f"GPUs of {needed} GB" if standings.space.config.cluster.gpu else f"cluster.device_memory={needed}"
+    return f"{refusal} fits {standings.budget / 1e9:.4g} GB; the one that needs least, {typed}, needs {needed} GB; " + (
+        remedy or f"more workers, or {larger}, would do"
     )
+
+
+HELPFUL = "recompute=auto", "train.microbatch=-1", "parallel.zero=-1", "parallel.context=-1", "plan.search=[all]"
+
+
+def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
+    """Return what would help a search without a plan that fits: the least workers that hold the state, or the first key
+    by which, open too, it would find one; "" if none does."""
+    config = standings.space.config
+    if (least := ceil(_least_state_bytes(config) / standings.budget)) > standings.workers:
+        return f"parameters and optimizer state alone take {format_count(least, 'such worker')}"
+    for typed in HELPFUL:
+        key, _, value = typed.partition("=")
+        opened = deepcopy(config)
+        opened.plan.search = [*config.plan.search, "all" if value == "[all]" else key]
+        if opened.plan.search[-1] in config.plan.search or "all" in config.plan.search:
+            continue
+        field = Field(SearchSpace(opened), standings.workers, standings.budget, hardware)
+        with pause_garbage_collection():
+            picked = _pick_finalists(field.space, field.rate_contenders()[0], standings.budget, hardware)
+        if best := replace(standings, space=field.space, tried=picked).best_finalist:
+            return f"with {typed} one fits: {' '.join(field.space.format_overrides(best.choice))}"
+    return ""
 
 
 def format_choice(standings: SearchOutcome) -> str:
@@ -401,9 +518,7 @@ def format_ranking(standings: SearchOutcome, top: int) -> Iterator[str]:
     best = standings.best_finalist
     assert best, "the search has chosen"
     quicker = [f for f in standings.lacking_finalists if f.price.seconds < best.price.seconds]
-    shown = sorted([*standings.fitting_finalists[:top], *quicker[:top]], key=lambda f: f.sort_key)[:top]
-    if best not in shown:
-        shown[-1] = best
+    shown = sorted([*standings.fitting_finalists[:top], *quicker[:LACKING]], key=lambda f: f.sort_key)
     yield f"{'':>4}  {'step':>9}  {'memory':>8}  plan, and why it lost"
     number = 0
     for finalist in shown:

@@ -45,6 +45,12 @@ class Product(NamedTuple):
         """Return the elements of both operands and of the result."""
         return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
+    @property
+    def gradient_products(self) -> tuple[Product, Product]:
+        """Return the products of the backward pass: the gradients of the first operand and of the second."""
+        first = self._replace(columns=self.inner, inner=self.columns)
+        return first, self._replace(rows=self.columns, columns=self.inner, inner=self.rows)
+
 
 @dataclass(frozen=True)
 class Part:
@@ -250,14 +256,19 @@ def _drop_unneeded_result(forward: Part, planned: PlannedOperation) -> Part:
     return replace(forward, products=(), kernels=0, collectives=tuple(remaining.elements()))
 
 
-def _attention_work(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
-    """Return the work of attention in one kernel: half of its FLOPs if it hides later positions."""
-    query, key, value = (dict(zip(t.dims, plan.local_shape(t), strict=True)) for t in operation.inputs[:3])
+def attention_flops(planner: Planner, operation: Operation) -> float:
+    """Return the FLOPs of a rank's attention in one kernel, forward: half of them if it hides later positions."""
+    query, key, value = (dict(zip(t.dims, planner.local_shape(t), strict=True)) for t in operation.inputs[:3])
     length = key["memory_length"] if "memory_length" in key else key["length"]
     window = operation["window"]
     seen = min(length, window) if window else length * (0.5 if operation["causal"] else 1.0)
-    flops = 2.0 * query["batch"] * query["heads"] * query["length"] * seen * (query["d_kv"] + value["d_kv"])
-    count = prod(query.values()) * plan.itemsize["compute"]
+    return 2.0 * query["batch"] * query["heads"] * query["length"] * seen * (query["d_kv"] + value["d_kv"])
+
+
+def _attention_work(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
+    """Return the work of attention in one kernel."""
+    flops = attention_flops(plan.planner, operation)
+    count = prod(plan.local_shape(operation.inputs[0])) * plan.itemsize["compute"]
     forward, backward = OPERATIONS[operation.kind].memory_accesses
     return (
         Part(fused=flops, bytes=count * forward, kernels=1, collectives=sides["forward"]),
@@ -271,11 +282,9 @@ def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     operation = planned.operation
     forward, backward, ahead, summed = [], [], [], 0.0
     for group in planned.groups:
-        shapes = _group_products(plan, operation, group)
+        shapes = list_group_products(plan.planner, operation, group)
         forward += shapes
-        for a in shapes:
-            backward.append(a._replace(columns=a.inner, inner=a.columns))
-            backward.append(a._replace(rows=a.columns, columns=a.inner, inner=a.rows))
+        backward += [product for a in shapes for product in a.gradient_products]
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
@@ -293,19 +302,19 @@ def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     return parts[0], parts[1]
 
 
-def _group_products(plan: Plan, operation: Operation, group: EinsumGroup) -> list[Product]:
+def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[Product]:
     """Return the matrix products of a group of einsums on a rank, after its conversions: one if the weights are joined,
     one per panel under SUMMA."""
     x = operation.inputs[0]
     assert isinstance(x, Spec)
     x_sizes = dict(zip(group.x_dims, group.x.after, strict=True))
     if "rows" in x_sizes:
-        x_sizes["rows"] = max(1, round(x_sizes["rows"] * share_in_use(plan.planner, x)))
+        x_sizes["rows"] = max(1, round(x_sizes["rows"] * share_in_use(planner, x)))
     products = []
     for e in group.einsums:
         sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **x_sizes}
         if panels := group.panels:
-            sizes[panels.dim] = plan.planner.tensor_sizes(x)[panels.dim] // panels.count
+            sizes[panels.dim] = planner.tensor_sizes(x)[panels.dim] // panels.count
         rows_of = "rows" in x_sizes and "experts" in e.dims
         shared = [d for d in e.dims if d in e.x_dims and d in e.out_dims]
         batch = prod(sizes[d] for d in shared) if not rows_of else sizes["experts"]

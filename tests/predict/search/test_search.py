@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from itertools import product
-from math import prod
+from math import isfinite, prod
 
 import pytest
 
@@ -113,7 +113,29 @@ def test_without_a_plan_that_fits_the_refusal_names_the_one_that_needs_least():
     with pytest.raises(ConfigError) as refused:
         choose_plan(composed(*TINY, "tensor.axes.t=-1", "parallel.data=-1"), 2, memory=1e5)
     (line,) = refused.value.violations
-    assert "fits 0.0001 GB; the one that needs least, tensor.axes.t=" in line and line.endswith("would do")
+    assert "fits 0.0001 GB; the one that needs least, tensor.axes.t=" in line
+    assert line.endswith("parameters and optimizer state alone take 11 such workers")
+
+
+def test_the_refusal_names_the_key_that_would_help():
+    arguments = *TINY, "tensor=serial", "parallel.data=-1", "parallel.zero=-1", "train.microbatch=4", "model.layers=8"
+    roomy = search_plans(composed(*arguments, "recompute=auto"), 2, LARGE, read_hardware("cpu"))
+    tight = min(f.peak_memory for f in roomy.tried if f.choice.recompute == "full")
+    with pytest.raises(ConfigError, match="with recompute=auto one fits: .*recompute=full"):
+        choose_plan(composed(*arguments), 2, memory=tight)
+
+
+def test_branches_are_searched_too():
+    """Their axes may divide whole experts, and are no axes of a tensor scheme."""
+    config = compose_config(["+experiment=t5_large_mod", "plan.search=[all]", "model.layers=2"])
+    assert search_plans(config, 4, LARGE, read_hardware("h100")).best_finalist
+
+
+def test_fewer_replicas_than_are_to_share_experts_are_estimated():
+    config = composed("parallel.data=-1", "tensor=1d_sp", "tensor.axes.t=-1", "model.layers=2", experiment="moe_quick")
+    assert config.parallel.experts == 4
+    rated, _ = Field(SearchSpace(config), 2, LARGE, read_hardware("h100")).rate_contenders()
+    assert rated and all(isfinite(one.seconds) and isfinite(one.memory) for one in rated)
 
 
 def test_a_set_key_keeps_its_value_and_an_open_one_is_chosen():
@@ -178,8 +200,9 @@ def test_the_estimate_of_exchanges_is_near_their_price():
         "model.capacity_factor=0",
     )
     config, hardware = composed(*open_keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
-    rated, _ = Field(SearchSpace(config), 64, LARGE, hardware).rate_contenders()
-    assert {one.choice.experts for one in rated} == {1, 2, 4, 8, 16, 32, 64}
+    space = SearchSpace(config)
+    choices = [Contender("serial", (), data=64, experts=n, tensor_experts="split") for n in (1, 2, 4, 8, 16, 32, 64)]
+    rated = Field(space, 64, LARGE, hardware).estimate_choices([replace(c, zero=config.parallel.zero) for c in choices])
     for one in rated:
         made = SearchSpace(config).build_config(one.choice)
         assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one

@@ -1,0 +1,103 @@
+"""Estimates of the closed form against the price and the memory forecast of the plan itself, on random contenders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from platform.config.validation import violations_of_configuration
+from platform.launch import compose_config
+from platform.predict import search
+from platform.predict.contenders import CHOOSABLE, MODE, Contender, SearchSpace, list_parts
+from platform.predict.estimate import PassBytes
+from platform.predict.make_plan import plan_quickly
+from platform.predict.memory_budget import predict_peak_bytes
+from platform.predict.search import Field
+from platform.predict.step_price import read_hardware, step_price
+
+MODELS = {
+    "model=llama_8b precision=bf16": (8, 12, 27),
+    "model=gpt3_13b precision=bf16": (8, 12, 27),
+    "model=t5_large_mod branch=none precision=bf16": (8, 12),
+    "+experiment=mixtral_8x7b": (8, 12),
+    "+experiment=qwen3_235b_a22b": (8, 12, 27),
+    "+experiment=deepseek_v3": (8, 12, 27),
+    "+experiment=gpt_oss_20b": (24,),
+}
+GPUS = {"A100-80GB": "a100_80g", "H100-80GB": "h100"}
+SECONDS, MEMORY = (0.75, 1.35), (0.75, 1.35)  # of the plan's own; most are much nearer
+
+
+class Compared(NamedTuple):
+    """Contender of a model, and its estimates by what its plan has."""
+
+    model: str
+    choice: Contender
+    seconds: float
+    memory: float
+
+
+def draw_contender(rng: Random, field: Field) -> Contender | None:
+    """A contender of any start, sizes and mode that go together."""
+    space = field.space
+    start = rng.choice(space.list_starts())
+    columns = field._contender_grid(start)
+    if not columns or not len(columns["stages"]):
+        return None
+    row = rng.randrange(len(columns["stages"]))
+    one = {name: column[row : row + 1] for name, column in columns.items()}
+    limited = [part for part in list_parts(MODE) if CHOOSABLE[part].allows]
+    modes = [mode for mode in space.list_modes(start) if field._mask_mode(mode, one, limited)[0]]
+    sizes = {name: int(column[0]) for name, column in one.items()}
+    return replace(space.build_contender(rng.choice(modes), sizes)) if modes else None
+
+
+def compare(seed: int, count: int) -> Iterator[Compared]:
+    rng = Random(seed)
+    while count:
+        model, layers = rng.choice([*MODELS.items()])
+        gpu, workers = rng.choice([*GPUS]), rng.choice((4, 8, 16, 32, 64))
+        sizes = f"model.layers={rng.choice(layers)}", "model.vocab=32000", f"train.global_batch={workers * 4}"
+        config = compose_config([*model.split(), *sizes, f"cluster.gpu={gpu}", "plan.search=[all]"])
+        field = Field(SearchSpace(config), workers, 80e9, read_hardware(GPUS[gpu]))
+        choice = draw_contender(rng, field)
+        rated = choice and field.estimate_choices([choice])[0]
+        made = choice and field.space.build_config(choice)
+        if not rated or violations_of_configuration(made) or not (plan := plan_quickly(made)):
+            continue
+        count -= 1
+        price = step_price(made, plan, field.hardware).seconds
+        yield Compared(model, choice, rated.seconds / price, rated.memory / predict_peak_bytes(made, plan))
+
+
+def far_off(compared: list[Compared]) -> list[Compared]:
+    (least_seconds, most_seconds), (least, most) = SECONDS, MEMORY
+    return [c for c in compared if not (least_seconds < c.seconds < most_seconds and least < c.memory < most)]
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(400, marks=pytest.mark.full)])
+def test_estimates_are_near_what_plans_have(count):
+    compared = list(compare(4, count))
+    for name, values in (("seconds", [c.seconds for c in compared]), ("memory", [c.memory for c in compared])):
+        near = sum(0.9 <= value <= 1.15 for value in values) / count
+        print(f"{name}: median {median(values):.3f}, {min(values):.2f} to {max(values):.2f}, {near:.0%} in 0.9 to 1.15")
+        assert 0.95 < median(values) < 1.05 and near > 0.7
+    assert len(far_off(compared)) <= 0.12 * count, far_off(compared)
+
+
+def test_negative_control_a_meter_that_counts_double(monkeypatch):
+    """The comparison with the memory meter is what makes estimates of memory near."""
+    metered = search.meter_passes
+
+    def double(*arguments: object) -> PassBytes | None:
+        passes = metered(*arguments)
+        return passes and PassBytes(*(tuple(2 * size for size in pair) for pair in passes))
+
+    monkeypatch.setattr(search, "meter_passes", double)
+    assert np.median([c.memory for c in compare(4, 12)]) > 1.05
