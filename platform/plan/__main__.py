@@ -15,10 +15,11 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from platform.boundary.documents import VALUES, parse_json, read_bytes
 from platform.boundary.local_files import ReplacedFile
@@ -45,7 +46,7 @@ from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_number
 from platform.plan.step_collectives import communication
 from platform.predict.hardware import Hardware, format_fitted_file
-from platform.predict.make_plan import make_plan
+from platform.predict.make_plan import list_refusals, make_plan
 from platform.predict.plan_report import render_explanation
 from platform.predict.plan_screen import closing_blocks, explain_config, find_fitting_change, format_screen
 from platform.predict.step_price import choose_pricing_hardware, draw_step, read_chosen_hardware, read_hardware
@@ -311,11 +312,22 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
 def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
     """Return the configuration that overrides give, with its open keys chosen, and its plan."""
     config = _compose_config(arguments, overrides)
+    sizes_are_set = config.parallel.data != -1 and not config.plan.search
     if config.plan.search:
         _choose_open_keys(config, arguments)
     plan = make_plan(config, arguments.workers)
+    if sizes_are_set and arguments.workers and arguments.workers != plan.mesh.world_size:
+        _refuse_workers(config, plan, arguments.workers)
     config.parallel.data = plan.num_replicas
     return config, plan
+
+
+def _refuse_workers(config: Config, plan: Plan, workers: int) -> NoReturn:
+    """Raise ConfigError for another number of workers than the plan has, all sizes of which are set."""
+    filled = replace(config, parallel=replace(config.parallel, data=-1))
+    legal = [plan.mesh.world_size, *([] if list_refusals(filled, workers) else ["parallel.data=-1"])]
+    constraint = f"all sizes of the plan are set, for {plan.mesh}; plan.search=[all] seeks one for {workers}"
+    raise ConfigError("--workers", workers, constraint, legal)
 
 
 def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:

@@ -228,6 +228,7 @@ doctor data=pairs data.path={pairs} data.streaming=true model.kind=encoder_decod
 doctor data=text data.path={text} data.streaming=true data.validation=0.1
 doctor data.path={text}
 doctor run.dir=/proc/x
+plan --workers=2
 slurm data.path=s3://user:password@host/x
 alone data=stdlib
 write

@@ -49,6 +49,18 @@ def test_a_screen_has_all_parts(typed, capsys):
     assert all(part in out for part in EXPERIMENTS[typed])
 
 
+@pytest.mark.parametrize(
+    ("workers", "legal"), [(2, "4, parallel.data=-1"), (3, "4"), (4, ""), (8, "4, parallel.data=-1")]
+)
+def test_workers_that_the_plan_does_not_have_are_refused(workers, legal, capsys):
+    status = main([*shlex.split(SMALL), "--workers", str(workers)])
+    out, err = capsys.readouterr()
+    constraint = f"all sizes of the plan are set, for data 2 x t 2; plan.search=[all] seeks one for {workers}"
+    line = f"config: --workers={workers}: {constraint}; nearest legal: {legal}\n"
+    assert (status, err) == ((2, line) if legal else (0, "")) and ("plan  4 workers" in out) == (not legal)
+    assert main([*shlex.split(SMALL), "--workers", str(workers), "--diff", "", "seed=2"]) == status
+
+
 def test_all_is_the_long_output_and_more(capsys):
     out = shown(capsys, f"{SMALL} --all")
     assert all(part in out for part in ("groups (ranks)", "collectives", "bytes per step, all workers", "limited by "))
