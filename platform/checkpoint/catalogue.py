@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from platform.boundary import schema
+from platform.boundary import documents, schema
 from platform.boundary.local_files import UNKNOWN
 from platform.boundary.redaction import redact_secrets, strip_url_secrets
 from platform.boundary.schema import Malformed, Many, Text
@@ -27,6 +28,7 @@ from platform.boundary.terminal import show_phase
 from platform.checkpoint import manifest as manifests
 from platform.checkpoint.blocks import Piece, Shapes
 from platform.checkpoint.manifest import NAME, Corrupt, FileReport, Manifest, Meta, OtherFormat, Refused, StoredBlock
+from platform.config.fields import Config
 
 # The lease on a storage: only the newest driver of a run may write, not an older one that is still alive.
 #
@@ -187,9 +189,20 @@ def list_attempts(storage: Storage) -> list[Attempt]:
 
 
 def split_url(url: str) -> tuple[str, str | None]:
-    """Split a checkpoint's URL into (URL of its storage, directory); return (url, None) for the URL of a storage."""
+    """Split a checkpoint's URL into (URL of its storage, directory); return (storage's URL, None) for the URL of a
+    storage, or for the directory of a run."""
     folder, _, name = url.rstrip("/").rpartition("/")
-    return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (url, None)
+    return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (_find_storage_of_run(url) or url, None)
+
+
+def _find_storage_of_run(directory: str) -> str:
+    """Return the URL of the storage in which the run in a directory keeps its checkpoints, "" if it is none of a run:
+    checkpoint.url of its configuration, else its folder `checkpoints`."""
+    path = Path(directory).expanduser()
+    with suppress(Malformed, OSError):
+        config = schema.parse_value(Config, documents.parse_yaml(documents.read_bytes(path / "config.yaml")))
+        return config.checkpoint.url or str(path / "checkpoints")
+    return ""
 
 
 def select_checkpoint(url: str, key: str = "url", none_reason: str = "") -> tuple[Storage, str, Manifest]:

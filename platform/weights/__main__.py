@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--drop", help="tensors to leave out, such as 'cls.seq_relationship.*'", **drop)
     command = commands.add_parser("export", help="write a checkpoint so that transformers loads it")
     command.set_defaults(run=_export_weights)
-    command.add_argument("url", help="a storage, which stands for its newest checkpoint, or one checkpoint in it")
+    command.add_argument("url", help="a storage or run directory, for its newest checkpoint, or one checkpoint")
     command.add_argument("folder", help="a folder, or its URL")
     command.add_argument("--family", default="", help=f"{', '.join(FAMILIES)}; default: the first that expresses it")
     command.add_argument("--dtype", choices=TYPES, default="", help="element type of all tensors; default: as they are")

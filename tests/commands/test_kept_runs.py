@@ -11,11 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from platform.boundary.storage import Storage, open_storage
+from platform.checkpoint import __main__ as checkpoint
+from platform.checkpoint import catalogue
 from platform.checkpoint.catalogue import list_attempts, verify_checkpoint
 from platform.checkpoint.moves import read_tensor
+from platform.cluster.run_directory import read_configuration
+from platform.config.fields import Config
 from platform.monitor import JsonLines, MetricsLog
+from platform.weights import __main__ as weights
+from platform.weights.importing import open_initial_weights
 from tests.harness.commands import in_this_process, warm_command
 
 KEPT = sorted(path for path in (Path(__file__).parent / "kept_runs").iterdir() if path.is_dir())
@@ -87,3 +94,29 @@ def test_a_kept_run_of_another_identity_is_refused(tmp_path, kept):
     run, typed = copied(kept, tmp_path)
     done = in_this_process(*typed, "seed=1", f"run.dir={run}", cwd=tmp_path)
     assert done.returncode == 2 and "seed: 0 there, 1 here" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("url", ["run", "run/", "run/checkpoints"])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_directory_of_a_run_stands_for_its_checkpoints(tmp_path, monkeypatch, capsys, url, elsewhere):
+    shutil.copytree(KEPT[0] / "run", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    config, storage = tmp_path / "run" / "config.yaml", "run/checkpoints"
+    if elsewhere and not url.endswith("checkpoints"):
+        Path(storage).rename(storage := str(tmp_path / "elsewhere"))
+        stored_values = yaml.safe_load(config.read_text())
+        stored_values["checkpoint"]["url"] = storage
+        config.write_text(yaml.safe_dump(stored_values))
+    assert catalogue.split_url(url)[0].rstrip("/") == (storage if url != "run/checkpoints" else url)
+    assert checkpoint.main(["show", url]) == checkpoint.main(["verify", url]) == 0
+    assert checkpoint.main(["export", url, "one.safetensors"]) == weights.main(["export", url, "hf"]) == 0
+    shown = capsys.readouterr().out
+    assert Path("hf/config.json").is_file() and ": good, " in shown and "step " in shown
+    assert open_initial_weights(with_initial_weights(url)).url.startswith(storage)
+
+
+def with_initial_weights(url: str) -> Config:
+    stored = read_configuration(KEPT[0] / "run")
+    assert stored
+    stored.train.init = url
+    return stored
