@@ -21,7 +21,7 @@ from platform.boundary import refusals
 from platform.boundary.redaction import isolate_secrets, known_secrets, redact_secrets, register_url_secrets
 from platform.boundary.refusals import DONE, FAILED, REFUSED, STOPPED, ConfigError, format_violation, refuse_all
 from platform.boundary.schema import Malformed
-from platform.boundary.terminal import QuickExit, print_line, run_printing_command, show_phase
+from platform.boundary.terminal import QuickExit, Say, print_line, run_printing_command, show_phase
 from platform.boundary.world_faults import UNAVAILABLE
 from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.signals import Stopped, StopSignals
@@ -30,7 +30,15 @@ from platform.config import run_rules
 from platform.config.arguments import expand_sweep_jobs, find_experiment_name, format_hydra_error, parse_typed_values
 from platform.config.composition import CONF, Composer, open_composer
 from platform.config.extensions import CHOSEN, complete_user_settings, import_user_modules, refuse_exits
-from platform.config.fields import KEYS, Config, flatten_config, list_value_violations, set_value, violations_of_values
+from platform.config.fields import (
+    KEYS,
+    Config,
+    Tensor,
+    flatten_config,
+    list_value_violations,
+    set_value,
+    violations_of_values,
+)
 from platform.config.groups import RESUME
 from platform.config.identity import find_default_directory
 from platform.config.layout_rules import list_tensor_axes, mark_open_keys, parse_layout, violations_of_worker_count
@@ -81,28 +89,35 @@ def _refuse_command_line(message: str) -> NoReturn:
 
 
 def compose_config(
-    overrides: Sequence[str], config_dir: str | None = None, stored: Mapping[str, Any] | None = None
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    stored: Mapping[str, Any] | None = None,
+    say: Say = lambda _: None,
 ) -> Config:
     """Compose the configuration that a command with the arguments `overrides` runs; `config_dir` adds the user's files.
-    `stored`: a configuration (`Config.to_dict`) on top of which the arguments come.
+    `stored`: a configuration (`Config.to_dict`) on top of which the arguments come. `say`: gets lines on what arguments
+    do not say.
 
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
     with open_composer(config_dir, stored) as composer:
-        config, lines = _compose_job(composer, overrides, with_plan=True)
+        config, lines = _compose_job(composer, overrides, with_plan=True, say=say)
     refuse_all(lines)
     return config
 
 
 @refuse_exits()
-def _compose_job(composer: Composer, arguments: Sequence[str], with_plan: bool = False) -> tuple[Config, list[str]]:
+def _compose_job(
+    composer: Composer, arguments: Sequence[str], with_plan: bool = False, say: Say = lambda _: None
+) -> tuple[Config, list[str]]:
     """Compose and complete the configuration of one launched job's arguments; return it, and one line per mistake in
-    it; of one that has some, also the mistakes that its plan would show later, if `with_plan` is set."""
+    it; of one that has some, also the mistakes that its plan would show later, if `with_plan` is set. `say`: gets a
+    line on a scheme that splits nothing."""
     modules = parse_typed_values(arguments).get("extend")  # first: other arguments may name what they register
     import_user_modules([name for name in modules if isinstance(name, str)] if isinstance(modules, list) else [])
     config, accepted, refused = composer.compose_arguments(arguments)
     lines = [format_hydra_error(argument, error) for argument, error in refused]
-    lines += _complete_config(config, accepted)
+    lines += _complete_config(config, accepted, say)
     if any(type(error).__name__ == "MissingConfigException" for _, error in refused):
         lines += list_value_violations(config)  # relations between keys depend on the missing file: not checked
     else:
@@ -116,7 +131,7 @@ def _compose_job(composer: Composer, arguments: Sequence[str], with_plan: bool =
     return config, list(dict.fromkeys(lines))
 
 
-def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
+def _complete_config(config: Config, arguments: Sequence[str], say: Say) -> list[str]:
     """Complete a composed configuration in place: import the user's modules, drop settings that an experiment made for
     another scheme, parse `tensor.layout`, and make the paths absolute.
 
@@ -146,7 +161,9 @@ def _complete_config(config: Config, arguments: Sequence[str]) -> list[str]:
             is_plain = shown == tensor.layout
             lines += error.violations if is_plain else [format_violation("tensor.layout", shown, "is no layout")]
     declared = list_tensor_axes(tensor)
-    tensor.axes = _select_axes("tensor", tensor.axes, declared, typed)
+    before, tensor.axes = tensor.axes, _select_axes("tensor", tensor.axes, declared, typed)
+    if "tensor" in typed and not config.plan.search and (line := _describe_whole_scheme(tensor, declared, before)):
+        say(line)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _select_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
     defaults = flatten_config(Config())
@@ -197,6 +214,17 @@ def _select_axes(group: str, axes: Mapping[str, int], declared: list[str], typed
     if f"{group}.axes" in typed:  # `tensor.axes={...}` replaces all axes that files set
         axes = {name: axes[name] for name in typed_axes}
     return {name: n for name, n in axes.items() if name in declared or (name in typed_axes and n != 1)}
+
+
+def _describe_whole_scheme(tensor: Tensor, declared: Sequence[str], before: Mapping[str, int]) -> str:
+    """Return a line on a typed tensor scheme, with the axes `declared`, that splits nothing, or that drops axes from
+    `before`, which another scheme split; "" for any other."""
+    dropped = [f"tensor.axes.{name}={n}" for name, n in before.items() if n > 1 and name not in tensor.axes]
+    notes = [f"{' '.join(dropped)}, of another scheme, is dropped"] if dropped else []
+    if all(tensor.axes.get(name, 1) == 1 for name in declared):
+        sizes = " or ".join(f"tensor.axes.{name}=N" for name in declared)
+        notes.insert(0, f"all its axes are 1, nothing is split; {sizes} splits it")
+    return f"tensor={tensor.scheme}: {'; '.join(notes)}" if declared and notes else ""
 
 
 def _complete_paths(config: Config) -> list[str]:
@@ -275,13 +303,16 @@ def _plan_jobs(args: Namespace, phases: Phases) -> list[PlannedJob]:
 def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple[list[str], PlannedJob | None]:
     """Compose and plan the job with these arguments; return one line per mistake in it, and the job, None without a
     plan."""
-    config, mistakes = _compose_job(composer, arguments)
+    notes: list[str] = []
+    config, mistakes = _compose_job(composer, arguments, say=notes.append)
     phases.reach_phase("composed")
     if find_experiment_name(arguments) is None:
         names = composer.list_options("experiment")
         mistakes.insert(0, f"experiment: none is chosen; write +experiment=NAME, NAME one of {', '.join(names)}")
     plan, lines = prepare_plan(config, mistakes)
     phases.reach_phase("planned")
+    for note in notes if plan else []:
+        print_line(note, sys.stderr)
     return lines, PlannedJob(arguments, config, plan, known_secrets()) if plan else None
 
 

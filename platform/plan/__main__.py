@@ -35,7 +35,7 @@ from platform.boundary.refusals import (
     typed_command,
 )
 from platform.boundary.schema import Malformed
-from platform.boundary.terminal import escape_terminal_text, print_line, print_refusals
+from platform.boundary.terminal import Say, escape_terminal_text, print_line, print_refusals
 from platform.cluster.shown_commands import Command, replace_overrides
 from platform.config.fields import Config
 from platform.config.key import WORKERS
@@ -311,7 +311,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
 
 def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
     """Return the configuration that overrides give, with its open keys chosen, and its plan."""
-    config = _compose_config(arguments, overrides)
+    config = _compose_config(arguments, overrides, lambda line: print_line(line, sys.stderr))
     sizes_are_set = config.parallel.data != -1 and not config.plan.search
     if config.plan.search:
         _choose_open_keys(config, arguments)
@@ -330,10 +330,11 @@ def _refuse_workers(config: Config, plan: Plan, workers: int) -> NoReturn:
     raise ConfigError("--workers", workers, constraint, legal)
 
 
-def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
+def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str], say: Say = lambda _: None) -> Config:
     """Return the configuration that overrides give, on the hardware that the command line names, if it does. A GPU's
-    hardware plans for GPUs, of whose memory libraries reserve a part, as cluster.gpu does."""
-    config = compose_config(overrides, arguments.config_dir)
+    hardware plans for GPUs, of whose memory libraries reserve a part, as cluster.gpu does. `say`: gets lines on what
+    arguments do not say."""
+    config = compose_config(overrides, arguments.config_dir, say=say)
     if arguments.hardware:
         _choose_hardware(arguments.hardware, config)  # refuses it by the name of the option
         config.cluster.hardware = arguments.hardware

@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
+from platform import launch
 from platform.boundary.refusals import ConfigError
+from platform.cluster.shown_commands import Phases
+from platform.config.composition import open_composer
 from platform.launch import compose_config
 from platform.plan.__main__ import main
 from platform.predict.make_plan import make_plan
@@ -202,3 +205,26 @@ def test_a_named_hardware_and_its_gpu_say_the_same_memory(typed, capsys):
     assert by_option["device"]["memory"] == by_key["device"]["memory"] == by_gpu["device"]["memory"] == 80e9
     assert by_option["failures"] == by_gpu["failures"] and by_option["time"]["seconds"] == by_gpu["time"]["seconds"]
     assert not json.loads(shown(capsys, f"{typed} --hardware cpu --json"))["memory"]["reserved"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (
+            "tensor=2d",
+            "tensor=2d: all its axes are 1, nothing is split; tensor.axes.r=N or tensor.axes.c=N splits it; "
+            "tensor.axes.t=2, of another scheme, is dropped",
+        ),
+        ("tensor=2d tensor.axes.r=2", "tensor=2d: tensor.axes.t=2, of another scheme, is dropped"),
+        ("tensor=1d tensor.axes.t=1", "tensor=1d: all its axes are 1, nothing is split; tensor.axes.t=N splits it"),
+        ("tensor=1d_sp", ""),
+        ("tensor=serial", ""),
+        ("parallel.data=4", ""),
+    ],
+)
+def test_a_scheme_that_splits_nothing_is_told_once(typed, line, capsys):
+    assert main(shlex.split(f"{SMALL} {typed}")) == 0
+    assert capsys.readouterr().err.splitlines() == [line] * bool(line)
+    with open_composer(None) as composer:
+        lines, job = launch._plan_job(composer, shlex.split(f"{SMALL} {typed}"), Phases())
+    assert lines == [] and job and capsys.readouterr().err.splitlines() == [line] * bool(line)
