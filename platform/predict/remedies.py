@@ -181,6 +181,8 @@ def _list_overrides(current: Contender, other: Contender, space: SearchSpace) ->
 
 REMEDIES_SHOWN = 2  # fitting changes named to the user
 LESS = 0.9  # of the memory that was not there
+BEYOND = 1.25  # times the memory: what is forecast to need more does not fit, whatever the forecast is worth
+LARGER = "take a smaller model=NAME, or more machines; `python -m platform.plan ... cluster.gpu=NAME` plans for GPUs"
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,9 @@ def violation_of_memory(config: Config, plan: Plan, device: Device) -> str:
     )
     weights = most.parameters + most.optimizer + most.gradients
     fitting = _format_changes(iterate_fitting_changes(config, device.memory, weights))
-    legal = [*fitting, *(["warn"] if not fitting else [])]
+    if not fitting and most.total_bytes > BEYOND * device.memory:
+        reason += f"; no single change suffices: {LARGER}"
+    legal = fitting or ([] if reason.endswith(LARGER) else ["warn"])
     return format_violation("cluster.memory", config.cluster.memory, reason, legal)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest import mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster.callbacks import demonstration_warning
 from platform.launch import CONF, compose_config, main
 from platform.plan.accelerators import nominal_memory
+from platform.predict import remedies
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
 from platform.predict.remedies import REMEDIES_SHOWN as SHOWN
@@ -123,7 +125,10 @@ def test_the_numbers_add_up():
     line = violation_of_memory(c, plan, Device(1.0, "a GPU"))
     shares = re.search(r"\((.*?)\), a GPU", line)[1].split(", ")
     assert len(shares) == 5 and abs(sum(float(s.split()[-1]) for s in shares) * 1e9 - predict_peak_bytes(c, plan)) < 1e5
-    assert line.endswith("nearest legal: warn")
+    assert "legal" not in line and "; no single change suffices: take a smaller model=NAME" in line
+    hardly = Device(predict_peak_bytes(c, plan) / 1.2, "a GPU")
+    with mock.patch.object(remedies, "iterate_fitting_changes", return_value=()):
+        assert violation_of_memory(c, plan, hardly).endswith(" GB; nearest legal: warn")
 
 
 def test_host_memory_that_a_node_does_not_have():
