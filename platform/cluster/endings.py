@@ -190,6 +190,9 @@ def report_end(error: BaseException | None, state: DriverState) -> int:
         state.controller.forecast.report_typical_step()
     if state.journal and state.monitor:
         _report_failure_costs(state.journal, state.monitor)
+        if isinstance(error, Stopped) and state.checkpoints and state.newest_saved_step and state.command.alone:
+            state.say(state.checkpoints.describe_newest(state.newest_saved_step))
+            state.say(f"next:{state.resume_command}  # go on")
         if state.config.monitor.timing:
             _report_run_phases(state.phases, state.journal, state.monitor)
     return state.status
