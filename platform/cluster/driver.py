@@ -32,6 +32,7 @@ from platform.cluster.run_directory import RunDirectory
 from platform.cluster.shown_commands import Command, Phases, list_next_commands
 from platform.config.extensions import flatten_own_settings
 from platform.config.fields import Config, training_objective_name
+from platform.config.ramps import count_earlier_samples
 from platform.data import cache
 from platform.data.corpus import Corpus, open_run_corpus
 from platform.data.data_checks import check_sample, violations_of_sources
@@ -276,6 +277,9 @@ def _open_corpus(
             if tasks:
                 tasks.check_vocabulary(corpus.vocabulary)
             check_sample(training_objective_name(config), lambda: corpus.batch("train", 0, 1), lengths)
+            for name, times in corpus.count_epochs(count_earlier_samples(config.train, config.train.steps + 1)).items():
+                if round(times, 2) > 1:
+                    say(f"{name or 'data'}: {format_count(config.train.steps, 'step')} read it {times:.3g} times")
             return corpus
         except ConfigError:
             remove_empty_directories(missing_folders)

@@ -125,8 +125,8 @@ def _resolve_shown_step(words: Sequence[str], step: int | None, config_dir: str 
 def _print_sample_counts(arguments: argparse.Namespace, config: Config, corpus: Corpus) -> None:
     """Print what a tokenised corpus has: of each data source the number of samples per split, and how many times the
     training steps of `config` read it."""
-    needed = count_earlier_samples(config.train, config.train.steps + 1)
-    for part, share in zip(corpus.parts, corpus.shares, strict=True):
+    epochs = corpus.count_epochs(count_earlier_samples(config.train, config.train.steps + 1))
+    for part in corpus.parts:
         name = f"{part.name}: " if part.name else ""
         if isinstance(streamed := part.streams["train"], StreamedTokens):
             first = corpus.objective.samples(streamed.open_first_block())
@@ -134,9 +134,8 @@ def _print_sample_counts(arguments: argparse.Namespace, config: Config, corpus: 
             print_line(f"{name}read and tokenised while it is trained on: {samples} in the first block")
             continue
         sample_counts = {split: max(0, corpus.objective.samples(stream)) for split, stream in part.streams.items()}
-        epochs_read = needed * share / sum(corpus.shares) / max(1, sample_counts["train"])
         counts = ", ".join(format_count(count, f"{split} sample", ",") for split, count in sample_counts.items())
-        print_line(f"{name}{counts}; {format_count(config.train.steps, 'step')} read it {epochs_read:.3g} times")
+        print_line(f"{name}{counts}; {format_count(config.train.steps, 'step')} read it {epochs[part.name]:.3g} times")
     print_line(f"in {corpus.entry or 'no file'}")
 
 

@@ -112,6 +112,14 @@ class Corpus:
         kind, _, name = split.partition("/")
         return sum(self.count_source_samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
 
+    def count_epochs(self, samples: int) -> dict[str, float]:
+        """Return how many times the first `samples` training samples read each source, by its name; those that are
+        streamed, whose length is not known, are left out."""
+        parts = [(p, n) for p, n in zip(self.parts, self.shares, strict=True)
+                 if not isinstance(p.streams[TRAIN], StreamedTokens)]  # fmt: skip
+        read = samples / sum(self.shares)
+        return {p.name: read * share / max(1, self.count_source_samples(p, TRAIN)) for p, share in parts}
+
     def batch(self, split: str, start: int, end: int) -> dict[str, NDArray[np.int64]]:
         """Return samples [start, end) of the split's endless global order, as data tensors such as "tokens": name ->
         int64 [end - start, length].

@@ -123,6 +123,16 @@ def test_bad_files_of_a_mixture_end_with_one_line_each(tmp_path):
     assert np.all([reason in line for line, (_, _, reason) in zip(lines, BAD.values(), strict=True)])
 
 
+@pytest.mark.parametrize(("steps", "line"), [(1, ""), (40, "data: 40 steps read it 23.7 times")])
+def test_the_start_says_how_often_the_data_is_read(tmp_path, steps, line):
+    (tmp_path / "a.txt").write_text("".join(f"{i} sheep and {i + 1} wolves\n" for i in range(60)))
+    keys = ["data=text", "data.path=a.txt", "data.cache=cache", "data.validation=0", "data.tokenizer=train"]
+    steps_typed = [f"train.steps={steps}", "optimizer.warmup_steps=0", "run.dir=run", "checkpoint.last=false"]
+    done = in_this_process(QUICK, *SMALL, *ONE, *keys, *steps_typed, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [said for said in done.stdout.splitlines() if "read it" in said] == [line] * bool(line)
+
+
 APART = {
     "model.within_documents=true": "data.document_mask=true",
     "data.document_mask=true model.within_documents=false": "nearest legal: true, data.document_mask=false",

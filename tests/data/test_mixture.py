@@ -102,6 +102,17 @@ def mixtures(draw):
     return corpus_of(sizes, parts, draw(st.integers(0, 99)))
 
 
+@given(mixtures(), st.integers(1, 200))
+@settings(max_examples=25, deadline=None)
+def test_epochs_are_those_that_samples_read(corpus, samples):
+    """To a sample of each source, in which the shares are dealt."""
+    epochs = corpus.count_epochs(samples)
+    places = list(corpus.locate_samples("train", np.arange(samples)))
+    for part in corpus.parts:
+        count = sum(len(place.rows) for place in places if place.part is part)
+        assert abs(epochs[part.name] * corpus.count_source_samples(part, "train") - count) <= len(corpus.parts)
+
+
 def alone(corpus: Corpus, number: int) -> Corpus:
     return replace(corpus, parts=(replace(corpus.parts[number], name=""),), shares=(1,))
 
