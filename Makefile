@@ -63,6 +63,7 @@ house: $(READY)  ## figures of the tree: files, lines, names
 # torch by pip, whose configuration says where its wheel is: with CUDA or without.
 $(TRAINS): pyproject.toml requirements.txt $(wildcard platform/_startup.*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	@echo "installing what trains into .venv: a minute or two, once"
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --no-compile "$$(grep ^torch== requirements.txt)"
 	$(call install,$$(grep -E '^(editables|hatchling)==' requirements.txt))
@@ -70,5 +71,6 @@ $(TRAINS): pyproject.toml requirements.txt $(wildcard platform/_startup.*)
 	touch $@
 
 $(READY): $(TRAINS)
+	@echo "installing what tests need into .venv: about a minute, once"
 	$(call install,--constraint requirements.txt --no-build-isolation --editable '.[dev]')
 	touch $@

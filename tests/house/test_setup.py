@@ -88,3 +88,15 @@ def test_every_target_of_python_sets_up_first():
     first = {name for name, needs in targets if needs.split()[0] == "$(TRAINS)"}
     rest = {name for name, needs in targets if needs.split()[0] == "$(READY)"}
     assert first == {"train"} and len(rest) > 5 and first | rest == {name for name, _ in targets}
+
+
+def test_what_takes_a_minute_is_announced(checkout: Path):
+    """pip is quiet: without a line `make test` shows nothing until pytest starts."""
+    environment = {"PATH": f"{checkout}/bin:{os.environ['PATH']}", "UV_STATUS": "0"}
+    command = ["make", f"PYTHON={checkout}/bin/python", "UV=", "test"]
+    runs = [subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True) for _ in range(2)]
+    lines = "".join(run.stdout for run in runs).splitlines()
+    assert [line for line in lines if line.startswith("installing")] == [
+        "installing what trains into .venv: a minute or two, once",
+        "installing what tests need into .venv: about a minute, once",
+    ]
