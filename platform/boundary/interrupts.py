@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 # Signals whose default action does not end a process, that nobody can handle, that report a fault of the process
@@ -56,6 +56,28 @@ def exit_on_signal() -> None:
     if POLICY not in os.environ:
         os.environ.setdefault(SPINNING, SPINS)
     _install_handler(_exit_command)
+    sys.excepthook = _report_missing_package
+
+
+def _report_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print what ends a command while it imports: a line for a package that it lacks, else what Python prints."""
+    if line := describe_missing_package(error):
+        _print_stderr_line(line)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def describe_missing_package(error: BaseException) -> str:
+    """Return the line for the user of a command that ends because a package is not installed, with what installs it; ""
+    for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or (error.name or "platform").partition(".")[0] == "platform":
+        return ""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    is_set_up, is_checkout = (os.path.exists(os.path.join(root, name)) for name in (".venv", "Makefile"))
+    activate = f"source {root}/.venv/bin/activate"
+    cure = activate if is_set_up else f"`make train` in {root}, then {activate}"
+    cure = cure if is_checkout else f"{sys.executable} -m pip install elastic-platform"
+    return f"{error}: this python, {sys.executable}, is not set up: {cure}"
 
 
 def run_interruptible(command: Callable[[], int]) -> int:

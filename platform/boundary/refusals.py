@@ -28,7 +28,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from platform.boundary import terminal
-from platform.boundary.interrupts import exit_process
+from platform.boundary.interrupts import describe_missing_package, exit_process
 from platform.boundary.redaction import forget_secrets, redact_output, redact_secrets, register_url_secrets
 from platform.boundary.terminal import escape_unprintable, is_reader_gone, print_line, print_refusals, refusal_line
 from platform.boundary.world_faults import UNAVAILABLE, is_external_fault, walk_causes
@@ -171,8 +171,10 @@ def shield_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
 
 
 def print_uncaught_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an error that ends this process on stderr, with its secrets redacted: `sys.excepthook`."""
-    print_line(redact_secrets("".join(traceback.format_exception(kind, error, trace))).rstrip("\n"), sys.stderr)
+    """Print the traceback of an error that ends this process on stderr, with its secrets redacted, or the line of a
+    package that it lacks: `sys.excepthook`."""
+    text = describe_missing_package(error) or "".join(traceback.format_exception(kind, error, trace))
+    print_line(redact_secrets(text).rstrip("\n"), sys.stderr)
 
 
 def report_refusal(error: ConfigError, subject: str) -> int:

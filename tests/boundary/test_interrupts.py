@@ -43,6 +43,37 @@ def test_a_command_that_is_stopped(command, module, number, tmp_path, root):
     assert (done.stdout, done.stderr) == ("", f"stopped by {number.name}; the same command does it anew\n")
 
 
+LACKS = """
+import sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in ("hydra", "numpy", "fsspec", "torch"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.parametrize("has_environment", [True, False])
+@pytest.mark.parametrize("command", ["launch", "generate", "weights"])
+def test_a_command_without_its_packages_says_how_to_come_by_them(command, has_environment, tmp_path, root):
+    """As in a fresh checkout, with the python of the system."""
+    (tmp_path / "platform").symlink_to(root / "platform")
+    (tmp_path / "Makefile").touch()
+    if has_environment:
+        (tmp_path / ".venv").mkdir()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(LACKS)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{tmp_path}"}
+    line = [sys.executable, "-m", f"platform.{command}", "x", "y"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    activate = f"source {tmp_path}/.venv/bin/activate"
+    cure = activate if has_environment else f"`make train` in {tmp_path}, then {activate}"
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("No module named '")
+    assert done.stderr.endswith(f"': this python, {sys.executable}, is not set up: {cure}\n")
+
+
 def test_what_was_begun_is_tidied_up_and_handlers_return(capfd):
     before, tidied = [signal.getsignal(number) for number in STATUS], []
 
