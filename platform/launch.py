@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -162,8 +162,9 @@ def _complete_config(config: Config, arguments: Sequence[str], say: Say) -> list
             lines += error.violations if is_plain else [format_violation("tensor.layout", shown, "is no layout")]
     declared = list_tensor_axes(tensor)
     before, tensor.axes = tensor.axes, _select_axes("tensor", tensor.axes, declared, typed)
-    if "tensor" in typed and not config.plan.search and (line := _describe_whole_scheme(tensor, declared, before)):
-        say(line)
+    if "tensor" in typed and not config.plan.search and not any(key.startswith("tensor.axes") for key in typed):
+        for line in _describe_untyped_axes(tensor, declared, before):
+            say(line)
     tensor.order = list(dict.fromkeys([*tensor.order, *tensor.axes])) if tensor.scheme == "layout" else declared
     branch.axes = _select_axes("branch", branch.axes, [] if branch.kind == "none" else list(branch.axes), typed)
     defaults = flatten_config(Config())
@@ -216,15 +217,14 @@ def _select_axes(group: str, axes: Mapping[str, int], declared: list[str], typed
     return {name: n for name, n in axes.items() if name in declared or (name in typed_axes and n != 1)}
 
 
-def _describe_whole_scheme(tensor: Tensor, declared: Sequence[str], before: Mapping[str, int]) -> str:
-    """Return a line on a typed tensor scheme, with the axes `declared`, that splits nothing, or that drops axes from
-    `before`, which another scheme split; "" for any other."""
-    dropped = [f"tensor.axes.{name}={n}" for name, n in before.items() if n > 1 and name not in tensor.axes]
-    notes = [f"{' '.join(dropped)}, of another scheme, is dropped"] if dropped else []
-    if all(tensor.axes.get(name, 1) == 1 for name in declared):
+def _describe_untyped_axes(tensor: Tensor, declared: Sequence[str], before: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line on a tensor scheme that was typed without sizes of its axes, `declared`, if it splits nothing, with
+    those axes from `before` that another scheme split."""
+    if declared and all(tensor.axes.get(name, 1) == 1 for name in declared):
         sizes = " or ".join(f"tensor.axes.{name}=N" for name in declared)
-        notes.insert(0, f"all its axes are 1, nothing is split; {sizes} splits it")
-    return f"tensor={tensor.scheme}: {'; '.join(notes)}" if declared and notes else ""
+        dropped = " ".join(f"tensor.axes.{name}={n}" for name, n in before.items() if n > 1)
+        ending = f"; {dropped}, of another scheme, is dropped" if dropped else ""
+        yield f"tensor={tensor.scheme}: all its axes are 1, nothing is split; {sizes} splits it{ending}"
 
 
 def _complete_paths(config: Config) -> list[str]:
