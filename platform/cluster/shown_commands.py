@@ -68,6 +68,7 @@ def _printable_argument(argument: str) -> str:
     return argument if shown == argument else f"{argument.partition('=')[0]}={REDACTED}" if hidden else shown
 
 
+DRAWN = ["--temperature", "0.8", "--top-p", "0.9"]  # a small model's likeliest tokens repeat themselves
 WRITING = ("decoder", "encoder_decoder")  # model.kind that `platform.generate` asks
 
 
@@ -87,7 +88,8 @@ def list_next_commands(config: Config, command: Command, vocabulary: Vocabulary 
             lines.insert(0, f"weights export {shlex.join([storage, f'{run_dir}/transformers'])}  # for transformers")
         if vocabulary and config.model.kind in WRITING:
             prompt = "def" if config.data.kind == "stdlib" else "The"
-            flags = ["--chat"] * (config.data.kind == "instructions" and vocabulary.has_chat)
+            chats = config.data.kind == "instructions" and vocabulary.has_chat
+            flags = ["--chat"] if chats else DRAWN if config.model.kind == "decoder" else []
             lines.insert(0, f"generate {shlex.join([run_dir, prompt, *flags])}  # ask it for text")
     lines = [f"{typed_command(name)} {rest}" for name, _, rest in (line.partition(" ") for line in lines)]
     if saves:

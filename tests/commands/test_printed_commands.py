@@ -109,6 +109,8 @@ def test_next_is_what_such_a_run_has_a_use_for(typed, monkeypatch):
     )
     lines = list_next_commands(compose_config(command.arguments), command, vocabulary)
     assert [line.split()[2].removeprefix("platform.") for line in lines] == NEXT[typed]
+    drawn = [line for line in lines if " --temperature 0.8 --top-p 0.9  # ask it for text" in line]
+    assert drawn == [line for line in lines if "platform.generate" in line], "its likeliest tokens repeat themselves"
     if "launch" in NEXT[typed]:
         config = compose_config(printed(lines[-1]))
         assert config.train.stop_at or config.train.steps == (300 if "train.stop_at=2" in typed else 600)
