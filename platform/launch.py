@@ -27,7 +27,7 @@ from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Command, Phases, monotonic_command_start
 from platform.config import run_rules
-from platform.config.arguments import expand_sweep_jobs, find_experiment_name, format_hydra_error, parse_typed_values
+from platform.config.arguments import HOW_MANY, expand_sweep_jobs, find_experiment_name, format_hydra_error, parse_typed_values
 from platform.config.composition import CONF, Composer, open_composer
 from platform.config.extensions import CHOSEN, complete_user_settings, import_user_modules, refuse_exits
 from platform.config.fields import (
@@ -85,7 +85,11 @@ def _run_launch_command(argv: Sequence[str], parser: ArgumentParser, phases: Pha
 
 def _refuse_command_line(message: str) -> NoReturn:
     """Raise ConfigError for a launch command line that the parser of flags refuses, with its message."""
-    raise ConfigError(f"command line: {message}; nearest legal: +experiment=NAME KEY=VALUE, --help")
+    reason, separator, words = message.partition("unrecognized arguments: ")
+    flags = " ".join(word for word in words.split() if word.startswith("-")) or words  # KEY=VALUE behind one is legal
+    remark = f"; {HOW_MANY}" if "--workers" in flags else ""
+    refused = f"{reason}{separator}{flags}{remark}"
+    raise ConfigError(f"command line: {refused}; nearest legal: +experiment=NAME KEY=VALUE, --help")
 
 
 def compose_config(

@@ -34,6 +34,7 @@ from platform.boundary.terminal import escape_unprintable, is_reader_gone, print
 from platform.boundary.world_faults import UNAVAILABLE, is_external_fault, walk_causes
 
 NEAREST = "; nearest legal: "  # between a refusal's constraint and its hints
+NAMED = 5  # most names that a line calls legal
 SHOWN = 300  # most characters of a value in a line for the user
 
 
@@ -111,13 +112,15 @@ def format_value(value: Any) -> str:
 
 
 def closest_values(value: Any, legal: Iterable[Any]) -> list[Any]:
-    """Return a configuration key's legal values, nearest to a refused `value` first: three integers, or all names."""
+    """Return a configuration key's legal values, nearest to a refused `value` first: three integers, or five names; of
+    more names that begin with it, these are the nearest."""
     values = list(legal)
     if all(type(v) is int for v in (value, *values)):
         return sorted(values, key=lambda v: (abs(v - value), v))[:3]
     names = {str(v): v for v in values}
+    longer = [name for name in names if str(value) and name.startswith(str(value))]
     similar = get_close_matches(str(value), names, n=3, cutoff=0.5)
-    return [names[n] for n in dict.fromkeys([*similar, *names])]
+    return [names[n] for n in dict.fromkeys([*longer, *similar, *names])][:NAMED]
 
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # exit status; after STOPPED the same command resumes the run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import SHOWN, ConfigError, closest_values, format_violation
 from platform.boundary.terminal import escape_unprintable
-from platform.config.fields import KEYS, Config, find_declared_type, flatten_config, keep_typed_characters
+from platform.config.fields import KEYS, Config, find_declared_type, find_synonyms, flatten_config, keep_typed_characters
 from platform.config.groups import AUTO
 from platform.config.key import Key, suggest_rhythms
 
@@ -215,6 +215,7 @@ def find_experiment_name(arguments: Sequence[str]) -> str | None:
     return "+".join(names).replace("/", "_") or None
 
 
+HOW_MANY = "a run has as many workers as all its sizes multiply to: parallel.data x tensor.axes x pipeline.stages ..."
 _KINDS = {"Integer": "an integer", "Float": "a number"}
 
 
@@ -249,7 +250,9 @@ def format_hydra_error(argument: str, error: Exception) -> str:
     if single := isinstance(flatten_config(Config()).get(key.rpartition(".")[0]), str | int):  # has no keys inside
         refused_key, key_prefix = key, ""
     if single or re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
-        return format_violation(key, value, f"{key_prefix}unknown key", _similar_keys(refused_key))
+        near = _similar_keys(refused_key)
+        remark = f"; {HOW_MANY}" if near == ["parallel.data"] else ""
+        return format_violation(key, value, f"{key_prefix}unknown key{remark}", near)
     if "incompatible with type hint 'Union[int, str]'" in text:
         above = [str(int(value.partition(".")[0]) + 1)] if re.fullmatch(r"[0-9]{1,5}\.[0-9]*", value) else []
         legal = [*above, *_suggest_default(refused_key), AUTO]
@@ -286,7 +289,9 @@ def _suggest_default(key: str) -> list[Any]:
 
 def _similar_keys(key: str) -> list[str]:
     """Return up to three configuration keys or groups that the user may have meant by the unknown `key` of an argument:
-    similar as a whole, or in their last part."""
+    the one that another system calls so, else those that are similar as a whole, or in their last part."""
+    if synonyms := find_synonyms(key):
+        return synonyms
     group, _, key_rest = key.partition(".")
     if group in ("tensor", "branch") and get_close_matches(key_rest.partition(".")[0], ["axes"]) and "." in key_rest:
         return [f"{group}.axes.{key_rest.rpartition('.')[2]}"]  # an axis may have any name

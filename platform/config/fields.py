@@ -19,6 +19,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, r
 from functools import cache
 from math import inf
 from operator import attrgetter, ge, gt, le, lt
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from unicodedata import category
 
@@ -176,13 +177,29 @@ def _find_mistyped_keys(part: Any, prefix: str = "") -> Iterator[tuple[str, Any,
     for name, value in (dict.fromkeys(hints) | vars(part)).items():
         key = f"{prefix}{name}"
         if name not in hints:
-            yield key, value, "unknown key", [prefix + near for near in closest_values(name, hints)[:3]]
+            near = find_synonyms(key) or [prefix + close for close in closest_values(name, hints)[:3]]
+            yield key, value, "unknown key", near
         elif name in groups and type(value) is groups[name]:
             yield from _find_mistyped_keys(value, f"{name}.")
         elif name in groups:
             yield key, value, f"must be a {groups[name].__name__}, as Config has it", []
         elif not fits_type(value, hints[name]):
             yield key, value, f"must be {describe_type(hints[name])}", []
+
+
+@cache
+def _read_synonyms() -> dict[str, str]:
+    """Read the table of other systems' words for keys: word -> key."""
+    import yaml
+
+    table = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text())
+    return {word: key for key, words in table.items() for word in words}
+
+
+def find_synonyms(unknown: str) -> list[str]:
+    """Return the key for whose name another system has the last part of an unknown key, as a list; [] if none has."""
+    word = unknown.rpartition(".")[2].replace("-", "_").lower()
+    return [_read_synonyms()[word]] if word in _read_synonyms() else []
 
 
 # model.kind -> legal values of data.objective; the first is the default

@@ -130,12 +130,12 @@ def test_one_mistake_in_context_is_one_line(arguments, line):
     assert len(found) == 1 and found[0].startswith(line), found
 
 
-@pytest.mark.parametrize("name", ["gpt_quik", "gpt176b", ""])
-def test_an_unknown_experiment(name):
+@pytest.mark.parametrize(("name", "near"), [("gpt_quik", "gpt_quick"), ("gpt176b", "gpt175b"), ("", "cluster_check")])
+def test_an_unknown_experiment(name, near):
     with pytest.raises(ConfigError) as error:
         compose_config([f"+experiment={name}", "train.steps=0", "tensor.axes.t=2"])
     first, *others = error.value.violations
-    assert first.startswith(f"experiment={name}: unknown; nearest legal: ") and "gpt_quick" in first
+    assert first.startswith(f"experiment={name}: unknown; nearest legal: {near}, ")
     assert others == ["train.steps=0: must be >= 1; nearest legal: 1"]  # the axes hang on the experiment
 
 
