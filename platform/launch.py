@@ -27,7 +27,13 @@ from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.shown_commands import Command, Phases, monotonic_command_start
 from platform.config import run_rules
-from platform.config.arguments import HOW_MANY, expand_sweep_jobs, find_experiment_name, format_hydra_error, parse_typed_values
+from platform.config.arguments import (
+    HOW_MANY,
+    expand_sweep_jobs,
+    find_experiment_name,
+    format_hydra_error,
+    parse_typed_values,
+)
 from platform.config.composition import CONF, Composer, open_composer
 from platform.config.extensions import CHOSEN, complete_user_settings, import_user_modules, refuse_exits
 from platform.config.fields import (

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import SHOWN, ConfigError, closest_values, format_violation
 from platform.boundary.terminal import escape_unprintable
-from platform.config.fields import KEYS, Config, find_declared_type, find_synonyms, flatten_config, keep_typed_characters
+from platform.config.fields import (
+    KEYS,
+    Config,
+    find_declared_type,
+    find_synonyms,
+    flatten_config,
+    keep_typed_characters,
+)
 from platform.config.groups import AUTO
 from platform.config.key import Key, suggest_rhythms
 

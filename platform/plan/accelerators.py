@@ -60,13 +60,14 @@ CONTEXT, GROUP, LINE, ROUNDING = 1_500_000_000, 400_000_000, 100_000_000, 0.04
 
 def find_accelerator(device: str) -> Accelerator | None:
     """Find the speed and memory of an accelerator by its device name, None if the table of accelerators lacks it. Names
-    are compared by whole words.
+    are compared by whole words, in capitals or not: "H100-80GB", "h100" and "a100_80g" name one as well.
 
     >>> find_accelerator("NVIDIA A100-SXM4-80GB")
     Accelerator(name='A100', peak=312000000000000.0, memory=80000000000.0)
     """
-    words = set(re.findall(r"\w+", re.sub(r"\b(\d+)G\b", r"\1GB", device)))  # Ray says A100-40G
-    return next((candidate for candidate in ACCELERATORS if words.issuperset(candidate.name.split())), None)
+    name = re.sub(r"(?<!\d)(\d+)G(?![A-Z\d])", r"\1GB", device.upper())  # Ray says A100-40G
+    words = set(re.findall(r"[^\W_]+", name))
+    return next((candidate for candidate in ACCELERATORS if words.issuperset(candidate.name.upper().split())), None)
 
 
 def nominal_memory(device: str) -> float | None:

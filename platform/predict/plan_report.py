@@ -11,6 +11,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
+from platform.config.key import WORKERS
 from platform.plan.chunks import RecordableModel
 from platform.plan.layout import format_count
 from platform.plan.operation_plan import collective_label
@@ -200,7 +201,8 @@ def _format_tiers(tiers: Mapping[str, Any]) -> list[str]:
 def format_tier_sizes(tiers: Mapping[str, Any]) -> str:
     """Format the numbers of workers in one of each tier."""
     sizes = sorted(tiers["sizes"].items(), key=lambda pair: pair[1])
-    return ", ".join(f"{format_count(count, 'worker')} in a {name}" for name, count in sizes)
+    counts = ((name, format_count(n, "worker") if n < WORKERS else "all workers") for name, n in sizes)
+    return ", ".join(f"{count} in a {name}" for name, count in counts)
 
 
 def _holding_rows(holdings: dict[str, Any]) -> list[list[str]]:

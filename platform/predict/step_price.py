@@ -38,8 +38,9 @@ def names_of_hardware() -> list[str]:
 
 
 def file_of_hardware(name: str) -> Path:
-    """Return the path of the file that describes the hardware `name`, or that is called so."""
-    return Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    """Return the path of the file that describes the hardware `name`, of cluster.gpu's names too, or is called so."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    return path if path.is_file() or path.parent != FOLDER else FOLDER / f"{_find_described_gpu(name) or name}.yaml"
 
 
 @lru_cache(maxsize=32)
@@ -76,15 +77,21 @@ def _merge_descriptions(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict
     return {**base, **own, **{key: _merge_descriptions(base[key], value) for key, value in parts.items()}}
 
 
-@lru_cache(maxsize=32)
 def find_gpu_hardware(gpu: str) -> Hardware | None:
     """Return the hardware of a type of GPU, such as cluster.gpu, None if no file in `conf/hardware/` describes it."""
+    name = _find_described_gpu(gpu)
+    return read_hardware(name) if name else None
+
+
+@lru_cache(maxsize=32)
+def _find_described_gpu(gpu: str) -> str:
+    """Return the name of the file in `conf/hardware/` that describes a type of GPU, "" if none does."""
     gpu_accelerator = find_accelerator(gpu)
     for name in names_of_hardware() if gpu_accelerator else ():
         described = _ACCELERATOR.search((FOLDER / f"{name}.yaml").read_text())
         if described and find_accelerator(described[1]) == gpu_accelerator:
-            return read_hardware(name)
-    return None
+            return name
+    return ""
 
 
 def read_chosen_hardware(config: Config) -> Hardware | None:

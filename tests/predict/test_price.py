@@ -282,8 +282,8 @@ def test_every_mistake_of_a_description_is_named():
     mistakes = "\n".join(error.value.mistakes)
     for expected in ("peaks.fp32=-1", "peaks.bf16", "node.speed: unknown", "network", "reached.products=2", "launch"):
         assert expected in mistakes
-    with pytest.raises(ConfigError, match="legal: a100_40g, a100_80g"):
-        read_hardware("a100")
+    with pytest.raises(ConfigError, match="legal: "):
+        read_hardware("a300")
 
 
 WAYS = {
