@@ -357,7 +357,8 @@ def reserve_or_suggest(config: Config, command: Command, size: int, say: Say, **
             return await_worker_places(config.cluster, size, say, **more)
     except TooFewGpus as error:
         *lines, last = error.violations
-        workers = count_available_workers(config.cluster)
+        gpus = _measure_supply(launcher_kind(config.cluster), config.cluster).gpus
+        workers = min(count_available_workers(config.cluster), gpus)
         device = find_worker_device(config, "cuda", workers) if workers > 0 else None
         hint = _suggest_best_plan(config, command, workers, device) if device else ""
         raise ConfigError([*lines, last + hint]) from None

@@ -6,8 +6,11 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster import resources
 from platform.cluster.crew.failures import NoPlaces, NotThere
 from platform.cluster.resources import Supply, await_worker_places, count_available_workers
+from platform.cluster.shown_commands import Command
 from platform.config.fields import Config
 from platform.config.groups import Cluster
+from platform.launch import compose_config
+from platform.predict.remedies import Device
 
 
 @pytest.fixture
@@ -146,3 +149,19 @@ def test_places_that_are_lacking_may_come(supply, said):
     supply(Supply(0, 3, "free", shared=True))
     with pytest.raises(NotThere, match="needs 4 CPUs, 3 there"):
         await_worker_places(Cluster(kind="ray"), 4, said.append)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_plan_for_gpus_that_are_not_there_is_no_cure(supply, said, monkeypatch, gpus):
+    """A run of one process, which has room for one worker, was told the best plan for 1 GPU on a machine without."""
+    supply(Supply(gpus, 2, "on this machine"))
+    config = compose_config(["+experiment=one_gpu", "cluster.kind=processes"])
+    asked = []
+    monkeypatch.setattr(
+        resources, "_suggest_best_plan", lambda _, command, workers, device: asked.append(workers) or "!"
+    )
+    monkeypatch.setattr(resources, "find_worker_device", lambda *_: Device(80e9, "a GPU"))
+    monkeypatch.setattr(resources, "count_available_workers", lambda _: 1)
+    with pytest.raises(ConfigError, match="cluster.device=cuda: needs 2 GPUs"):
+        resources.reserve_or_suggest(config, Command([]), 2, said.append)
+    assert asked == [1] * gpus
