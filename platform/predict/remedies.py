@@ -15,6 +15,7 @@ from math import gcd, inf
 from typing import Any
 
 from platform.boundary.refusals import NEAREST, ConfigError, format_violation
+from platform.boundary.terminal import show_phase
 from platform.config.fields import Compose, Config
 from platform.config.layout_rules import OPEN_KEYS
 from platform.plan.generators import ONE_CHUNK
@@ -216,7 +217,8 @@ def violation_of_memory(config: Config, plan: Plan, device: Device) -> str:
         f"{device.name} has {device.memory / 1e9:.4g} GB"
     )
     weights = most.parameters + most.optimizer + most.gradients
-    fitting = _format_changes(iterate_fitting_changes(config, device.memory, weights))
+    with show_phase("looking for changes that fit the memory"):
+        fitting = _format_changes(iterate_fitting_changes(config, device.memory, weights))
     if not fitting and most.total_bytes > BEYOND * device.memory:
         reason += f"; no single change suffices: {LARGER}"
     legal = fitting or ([] if reason.endswith(LARGER) else ["warn"])

@@ -105,3 +105,12 @@ def test_other_threads_and_short_phases_are_not_shown(monkeypatch, capsys):
     with show_phase("short"), show_phase("shorter"):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_page_says_when_a_log_has_its_lines(root):
+    """It said 1, 2, 4 and 8 seconds."""
+    one, lines = LongPhase("counting"), []
+    for second in range(700):
+        lines += [second] if one.claim_log_line(one.began + second) else []
+    assert lines[:4] == [10, 20, 40, 80]
+    assert "a line after 10, 20, 40, 80 seconds" in (root / "docs" / "watching.md").read_text()

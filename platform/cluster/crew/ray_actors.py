@@ -23,6 +23,7 @@ from random import uniform
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+from platform.boundary.terminal import show_phase
 from platform.cluster.crew import job as rendezvous
 from platform.cluster.crew import ray_session
 from platform.cluster.crew.crew import Launcher
@@ -216,7 +217,8 @@ class RayActors(Launcher):
         if self._embedded:
             assignment = assign_worker(job, -1, local_rank=0, local_world_size=job.world_size, group_rank=0)
             self._forks = ForkServer(assignment)
-        host, self._here, address, self._path = self._ray.ask("prepare", job, size, self._embedded)
+        with show_phase("starting Ray" if self._embedded else "joining Ray"):
+            host, self._here, address, self._path = self._ray.ask("prepare", job, size, self._embedded)
         self._ray.watch_cluster(address)
         if self._forks:
             self._forks.listen_for_orders(self._path)
@@ -242,8 +244,9 @@ class RayActors(Launcher):
             self._ray.order("hire_workers", job, tokens, board.address, required)
             return
         launching = self._ray.order("launch_workers", job, tokens, board.address)
-        rendezvous.preload_torch()  # while the actors start
-        launching.result()
+        with show_phase("waiting for Ray's actors"):
+            rendezvous.preload_torch()  # while they start
+            launching.result()
         self._started = True
 
     def _find_required_node(self, job: Job) -> str:

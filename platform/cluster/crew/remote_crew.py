@@ -56,7 +56,7 @@ class Roster:
     def start_workers(self, size: int) -> None:
         """Open the driver's switchboard, start `size` worker processes, and wait until all of them are ready. Raises
         WorkerFailed if one of them dies or fails to construct its worker."""
-        with show_phase("starting workers", size, "workers", lambda: (self._hired - len(self.starting), size)):
+        with show_phase("starting workers", size, "workers", lambda: (self.num_arrived, size)):
             self.host = self._launcher.prepare_launch(self.job, size)
             self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
             self.hire_workers(size)
@@ -66,6 +66,11 @@ class Roster:
                 if self.unstarted:
                     raise WorkerFailed(self.unstarted)
             self._launcher.clean_up_after_start()
+
+    @property
+    def num_arrived(self) -> int:
+        """Return how many of the crew's processes have dialled in, ready or not."""
+        return self._hired - len(self.starting - self._greeted.keys())
 
     def hire_workers(self, count: int) -> None:
         """Start `count` more worker processes, under new member numbers, without waiting until they are ready."""

@@ -2,12 +2,16 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
+from platform.cluster.crew import ray_actors
 from platform.cluster.crew.crew import ByRank
 from platform.cluster.crew.failures import WorkerFailed
 from platform.cluster.crew.launchers import open_crew
+from platform.cluster.crew.remote_crew import Roster
 from tests.harness.process_tree import descendants, gone
 
 KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
@@ -147,3 +151,27 @@ def test_cpu_threads_are_shared(job, config):
     with open_crew("inline", job(1)) as crew:
         crew.seat_members(job(1), [0])
         assert crew.call_ranks("place")[0]["threads"] == 7
+
+
+def test_workers_are_counted_as_they_dial_in(job):
+    """Not all at once when the last of them has imported torch; and a Ray that starts is said to."""
+    launcher = SimpleNamespace(greeted={})
+    roster = Roster(launcher, job(4))
+    roster._hired, roster.starting = 4, {0, 1, 2, 3}
+    counts = [roster.num_arrived]
+    for number in (2, 0):
+        launcher.greeted[number] = None
+        counts.append(roster.num_arrived)
+    roster.starting.remove(2)
+    assert [*counts, roster.num_arrived] == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("embedded", "what"), [(True, "starting Ray"), (False, "joining Ray")])
+def test_a_ray_that_starts_is_said_to(job, monkeypatch, embedded, what):
+    phases = []
+    monkeypatch.setattr(ray_actors, "show_phase", lambda what: phases.append(what) or nullcontext())
+    monkeypatch.setattr(ray_actors, "ForkServer", lambda _: SimpleNamespace(listen_for_orders=lambda path: None))
+    ray = SimpleNamespace(ask=lambda *_: ("host", "here", "address", "path"), watch_cluster=lambda address: None)
+    monkeypatch.setattr(ray_actors, "share_ray_process", lambda unjoined: ray)
+    assert ray_actors.RayActors(embedded=embedded).prepare_launch(job(2), 2) == "host"
+    assert phases == [what]
