@@ -17,6 +17,7 @@ from platform.monitor.verdict.live_runs import is_call_stalled
 from platform.plan.layout import format_count
 from platform.status.seen_run import Look
 
+_PIDS_SHOWN = 8  # process ids in the row of a node
 _RATE_STEPS = 32  # last steps, whose median is the rate
 
 
@@ -47,6 +48,7 @@ def collect_run_facts(look: Look) -> dict[str, Any]:
         "val_step": validated.get("step"),
         "generation": forming.generation if forming else None,
         "workers": forming.world_size if forming else None,
+        "processes": _list_worker_processes(look),
         "mesh": forming.mesh if forming else None,
         "plan": forming.plan if forming else None,
         "checkpoint_step": saved.step if saved else None,
@@ -60,6 +62,12 @@ def collect_run_facts(look: Look) -> dict[str, Any]:
         "steps_lost": cost.steps_lost,
         "torn": look.torn,
     }
+
+
+def _list_worker_processes(look: Look) -> list[dict[str, Any]]:
+    """Return rank, process id and node of each worker of a run's last mesh; [] once its driver has ended."""
+    formed, runs = look.evidence.last_event(events.Formed), not look.evidence.end_event and look.evidence.driver != GONE
+    return [{name: w.get(name) for name in ("rank", "pid", "node")} for w in formed.workers] if formed and runs else []
 
 
 def state_word(look: Look) -> str:
@@ -108,6 +116,10 @@ def list_status_rows(look: Look) -> Iterator[tuple[str, str]]:
         scheme = f", {look.plan['scheme']}" if isinstance(look.plan.get("scheme"), str) else ""
         workers = format_count(f["workers"], "worker")
         yield "plan", f"generation {f['generation']}: {workers}{axes and ', '}{axes}{scheme}"
+    for node in dict.fromkeys(str(w["node"]) for w in f["processes"]):
+        pids = [f"{w['pid']} (rank {w['rank']})" for w in f["processes"] if str(w["node"]) == node]
+        more = f" and {len(pids) - _PIDS_SHOWN} more" if len(pids) > _PIDS_SHOWN else ""
+        yield "processes", f"{', '.join(pids[:_PIDS_SHOWN])}{more} on {node}"
     if f["checkpoint"]:
         yield "checkpoint", f"step {f['checkpoint_step']}, {ago_text(now, f['checkpoint_time'])}, {f['checkpoint']}"
     elif f["step"]:

@@ -54,6 +54,20 @@ def test_of_a_run_that_goes_on(run, capsys):
         assert words in text, text
 
 
+def test_who_looks_for_a_worker_sees_its_process(run, capsys):
+    """All are `python -c import json, sys ...` in ps."""
+    places = [{"rank": rank, "pid": 70 + rank, "node": f"n{rank // 10}", "number": rank} for rank in range(12)]
+    folder = run([*GOES, events.Formed(workers=places)], here(os.getpid()))
+    _, text = said(capsys, folder)
+    first = ", ".join(f"{70 + rank} (rank {rank})" for rank in range(8))
+    rows = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("processes")]
+    assert rows == [["processes", f"{first} and 2 more on n0"], ["processes", "80 (rank 10), 81 (rank 11) on n1"]]
+    data = json.loads(said(capsys, folder, "--json")[1])
+    assert data["processes"][11] == {"rank": 11, "pid": 81, "node": "n1"}
+    (folder / "driver.lock").write_text(here(999999999))
+    assert "processes" not in said(capsys, folder)[1], "they are gone with their driver"
+
+
 def test_rate_and_seconds_of_a_step_are_of_the_same_steps(run, capsys):
     folder = run([*GOES], here(os.getpid()), rows=3)
     with (folder / "metrics.jsonl").open("a") as file:
