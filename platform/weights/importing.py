@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from platform.boundary.redaction import strip_url_secrets
-from platform.boundary.refusals import ConfigError, format_violation, refuse_all, refuse_failures, rephrase_refusals
+from platform.boundary.refusals import (
+    NAMED,
+    ConfigError,
+    format_violation,
+    refuse_all,
+    refuse_failures,
+    rephrase_refusals,
+)
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
 from platform.boundary.storage import Storage, open_storage
 from platform.checkpoint import catalogue
@@ -238,12 +245,19 @@ def _open_checkpoint_weights(url: str, model: Model, averaged: bool) -> InitialW
         "names: no part of this model": [n for n in stored_shapes if n not in shapes],
         "shapes": [f"{n} is {list(stored_shapes[n])}, not {list(shapes[n])}" for n in unequal_names],
     }
-    faults = [f"{fault}: {', '.join(sorted(names))}" for fault, names in mismatches.items() if names]
-    refuse_all(format_violation(KEY, strip_url_secrets(url), fault) for fault in faults)
+    differences = f"; {_list_some_names(notes)}" if notes else ""
+    faults = [f"{fault}: {_list_some_names(sorted(names))}" for fault, names in mismatches.items() if names]
+    refuse_all(format_violation(KEY, strip_url_secrets(url), f"{fault}{differences}") for fault in faults)
     pieces = list_stored_pieces(manifest, [f"model.{n}" for n in shapes])
     checkpoint_url = strip_url_secrets(f"{storage.url}/{name}")
     weights = InitialWeights(checkpoint_url, pieces, build_block_fetch(storage, name), notes)
     return _extend_vocabulary(weights, model, source)
+
+
+def _list_some_names(names: Sequence[str]) -> str:
+    """Return the first weights of a list, which may be of thousands, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 class _AddedRows(NamedTuple):

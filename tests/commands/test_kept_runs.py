@@ -6,6 +6,7 @@ them is ever changed: a later version adds a folder of its own where it writes s
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import Storage, open_storage
 from platform.checkpoint import __main__ as checkpoint
 from platform.checkpoint import catalogue
@@ -120,3 +122,14 @@ def with_initial_weights(url: str) -> Config:
     assert stored
     stored.train.init = url
     return stored
+
+
+def test_another_model_than_the_checkpoint_s_is_told_by_its_keys():
+    """It was a line of all names of parameters; a generate command showed the same."""
+    config = with_initial_weights(str(KEPT[0] / "run"))
+    layers, config.model.layers = config.model.layers, config.model.layers + 7
+    with pytest.raises(ConfigError) as refused:
+        open_initial_weights(config)
+    [line] = refused.value.violations
+    assert line.endswith(f"; model.layers={layers + 7} here, {layers} where the weights come from")
+    assert line.count("layers.") == 5 and re.search(r": names: missing: layers\S+(, \S+){4} and \d+ more; ", line)
