@@ -46,7 +46,16 @@ class Command:
         folder_words = ["--config-dir", self.config_dir] if self.config_dir else []
         words = [*folder_words, *map(_printable_argument, arguments)]
         secret = any(word.endswith(f"={REDACTED}") for word in words)
-        return f"{typed_command('launch')} {shlex.join(words)}" + (_SECRET if secret else "")
+        return f"{_typed_launcher()} {shlex.join(words)}" + (_SECRET if secret else "")
+
+
+def _typed_launcher() -> str:
+    """Return the words with which a command like that of this run begins: torchrun's, where it starts all workers from
+    this machine."""
+    processes, own = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not own or processes != own:
+        return typed_command("launch")
+    return f"torchrun --nproc-per-node {own} {typed_command('launch').removeprefix('python ')}"
 
 
 def replace_overrides(arguments: Sequence[str], replacements: Sequence[str]) -> list[str]:

@@ -116,6 +116,14 @@ def test_next_is_what_such_a_run_has_a_use_for(typed, monkeypatch):
         assert config.train.stop_at or config.train.steps == (300 if "train.stop_at=2" in typed else 600)
 
 
+@pytest.mark.parametrize(("nodes", "first"), [(1, "torchrun --nproc-per-node 4 -m"), (2, "python -m")])
+def test_what_torchrun_started_goes_on_under_torchrun(monkeypatch, nodes, first):
+    """On several machines each has a command of its own, which this one does not know."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": str(4 * nodes)}.items():
+        monkeypatch.setenv(name, value)
+    assert Command(["seed=3"]).resume_line() == f"{first} platform.launch seed=3"
+
+
 def test_what_comes_next_from_python_is_python():
     [*_, line] = list_next_commands(compose_config([QUICK, "run.dir=r"]), _FromPython([f"{os.getcwd()}/r"]), None)
     assert line.startswith(f"from platform.api import resume; resume('{os.getcwd()}/r', 'train.steps=600', ")
