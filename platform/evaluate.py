@@ -114,7 +114,8 @@ def _measure_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> d
         rows = measure_losses(asked, corpus, splits, arguments.samples)
         split, samples = next(iter(splits.values())), rows[0].samples
         translated = measure_bleu(asked, corpus, split, samples, arguments.beams) if arguments.bleu else {}
-    print_losses(rows, print_line)
+    data = planned.config.data
+    print_losses(rows, print_line, os.path.basename(data.validation_path or data.path) or data.kind)
     if translated:
         pairs = format_count(translated["pairs"], "pair")
         print_line(f"BLEU {translated['bleu']:.2f} of {pairs} ({translated['signature']})")

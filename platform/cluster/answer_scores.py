@@ -103,8 +103,9 @@ def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int
     return words, size
 
 
-def print_losses(rows: Sequence[MeasuredLoss], say: Say) -> None:
-    """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text."""
+def print_losses(rows: Sequence[MeasuredLoss], say: Say, only_source: str) -> None:
+    """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text.
+    `only_source`: what a source is called that has no name, as it is the only one."""
     units = f"{'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     say(f"{'source':<20} {'tokens':>12} {'loss':>9} {units}")
     for row in rows:
@@ -112,7 +113,7 @@ def print_losses(rows: Sequence[MeasuredLoss], say: Say) -> None:
         cells = [values[f"perplexity_per_{unit}"] for unit in ("token", "word", "byte")]
         token, word, byte = ("-" if x is None else f"{x:.5g}" for x in cells)
         bits = "-" if values["bits_per_byte"] is None else f"{values['bits_per_byte']:.4f}"
-        head = f"{row.source or '-':<20} {row.tokens:>12,} {values['loss']:>9.4f}"
+        head = f"{row.source or only_source:<20} {row.tokens:>12,} {values['loss']:>9.4f}"
         say(f"{head} {token:>11} {word:>12} {byte:>9} {bits:>9}")
 
 

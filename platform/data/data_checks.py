@@ -48,6 +48,8 @@ def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: boo
         return error.violations
     if vocabulary and vocabulary.size + reserved > vocab:
         reason = f"has {vocabulary.size} tokens, and the model has model.vocab={vocab}"
+        if added := extra_special_tokens(data):
+            reason += f"; among them are those of data.chat_template and data.special_tokens, {', '.join(added)}"
         if reserved:
             reason += f"; {reserved} more must be free, as none of its tokens stands for what is hidden, like [MASK]"
         legal = [f"model.vocab={vocabulary.size + reserved}"]

@@ -53,6 +53,12 @@ def test_the_loss_is_that_of_the_samples_held_out(table, learned, tmp_path):
     assert row["perplexity_per_token"] == pytest.approx(math.exp(row["loss"]))
 
 
+def test_the_table_names_what_was_measured(learned, capsys):
+    assert evaluate([str(learned), f"data.cache={learned.parent}/cache"]) == 0
+    head, row = capsys.readouterr().out.splitlines()[-2:]
+    assert head.split()[0] == "source" and row.split()[0] == "text.jsonl", "it was a dash"
+
+
 @pytest.mark.full
 def test_a_text_of_ones_own_under_another_plan(table, tmp_path):
     text = tmp_path / "own.txt"

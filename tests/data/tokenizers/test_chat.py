@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.chat_templates import CHATML, ChatTemplate, parse_conversation
+from platform.data.data_checks import _violations_of_tokenizer
 from platform.data.tokenizer import load_named_vocabulary, read_chat_template
 from tests.harness.peers import peer
 
@@ -116,3 +119,18 @@ def test_ids_and_answers_are_those_of_transformers(tmp_path, marks):
     [(ids, answers)] = ours.encode_parts([list(ours.chat.render_parts(talk))])
     assert ids == wanted["input_ids"]
     assert answers == [bool(i) for i in wanted["assistant_masks"]] and any(answers) and not all(answers)
+
+
+def test_a_vocabulary_that_a_template_makes_too_large_is_told_so(tmp_path):
+    """A tokenizer of 2048 tokens "has 2050", of which its file knows nothing."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    data = Data(kind="instructions", tokenizer=str(tmp_path / "tokenizer.json"), end_token="b")
+    for template, ending in {
+        "": "nearest legal: model.vocab=2",
+        "chatml": "among them are those of data.chat_template and data.special_tokens, <|im_start|>, <|im_end|>; "
+        "nearest legal: model.vocab=4",
+    }.items():
+        [line] = _violations_of_tokenizer(replace(data, chat_template=template), 1, 0, True)
+        assert line.endswith(f"and the model has model.vocab=1; {ending}")
