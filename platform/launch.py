@@ -228,8 +228,7 @@ def _select_axes(group: str, axes: Mapping[str, int], declared: list[str], typed
 
 
 def _describe_untyped_axes(tensor: Tensor, declared: Sequence[str], before: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line on a tensor scheme that was typed without sizes of its axes, `declared`, if it splits nothing, with
-    those axes from `before` that another scheme split."""
+    """Yield a line on a typed tensor scheme, with axes `declared`, if it splits nothing; `before`: sizes of axes."""
     if declared and all(tensor.axes.get(name, 1) == 1 for name in declared):
         sizes = " or ".join(f"tensor.axes.{name}=N" for name in declared)
         dropped = " ".join(f"tensor.axes.{name}={n}" for name, n in before.items() if n > 1)

@@ -174,8 +174,7 @@ def shield_arguments(arguments: Sequence[str] | None) -> Iterator[list[str]]:
 
 
 def print_uncaught_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an error that ends this process on stderr, with its secrets redacted, or the line of a
-    package that it lacks: `sys.excepthook`."""
+    """Print on stderr why an error ends this process, by default its traceback, without secrets: `sys.excepthook`."""
     text = describe_missing_package(error) or "".join(traceback.format_exception(kind, error, trace))
     print_line(redact_secrets(text).rstrip("\n"), sys.stderr)
 

@@ -189,15 +189,13 @@ def list_attempts(storage: Storage) -> list[Attempt]:
 
 
 def split_url(url: str) -> tuple[str, str | None]:
-    """Split a checkpoint's URL into (URL of its storage, directory); return (storage's URL, None) for the URL of a
-    storage, or for the directory of a run."""
+    """Split a checkpoint's URL into (URL of its storage, directory); for a storage or a run, directory is None."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (_find_storage_of_run(url) or url, None)
 
 
 def _find_storage_of_run(directory: str) -> str:
-    """Return the URL of the storage in which the run in a directory keeps its checkpoints, "" if it is none of a run:
-    checkpoint.url of its configuration, else its folder `checkpoints`."""
+    """Return the URL of the storage where the run in a directory has its checkpoints, "" if there is no run in it."""
     path = Path(directory).expanduser()
     with suppress(Malformed, OSError):
         config = schema.parse_value(Config, documents.parse_yaml(documents.read_bytes(path / "config.yaml")))

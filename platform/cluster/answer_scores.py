@@ -105,7 +105,7 @@ def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int
 
 def print_losses(rows: Sequence[MeasuredLoss], say: Say, only_source: str) -> None:
     """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text.
-    `only_source`: what a source is called that has no name, as it is the only one."""
+    `only_source`: the name of the source, if there is one alone, which has none."""
     units = f"{'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     say(f"{'source':<20} {'tokens':>12} {'loss':>9} {units}")
     for row in rows:

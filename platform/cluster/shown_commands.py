@@ -50,8 +50,7 @@ class Command:
 
 
 def _typed_launcher() -> str:
-    """Return the words with which a command like that of this run begins: torchrun's, where it starts all workers from
-    this machine."""
+    """Return the beginning of a run's command line: torchrun's, if it has started all workers on this machine."""
     processes, own = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if "TORCHELASTIC_RUN_ID" not in os.environ or not own or processes != own:
         return typed_command("launch")

@@ -296,7 +296,7 @@ def _suggest_default(key: str) -> list[Any]:
 
 def _similar_keys(key: str) -> list[str]:
     """Return up to three configuration keys or groups that the user may have meant by the unknown `key` of an argument:
-    the one that another system calls so, else those that are similar as a whole, or in their last part."""
+    one if another system calls it so, else similar ones, as a whole or in their last part."""
     if synonyms := find_synonyms(key):
         return synonyms
     group, _, key_rest = key.partition(".")

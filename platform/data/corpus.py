@@ -113,8 +113,7 @@ class Corpus:
         return sum(self.count_source_samples(p, kind) for p in self.parts if kind == TRAIN or p.name == name)
 
     def count_epochs(self, samples: int) -> dict[str, float]:
-        """Return how many times the first `samples` training samples read each source, by its name; those that are
-        streamed, whose length is not known, are left out."""
+        """Return how often the first `samples` training samples read each source, by name, without streamed ones."""
         parts = [(p, n) for p, n in zip(self.parts, self.shares, strict=True)
                  if not isinstance(p.streams[TRAIN], StreamedTokens)]  # fmt: skip
         read = samples / sum(self.shares)

@@ -331,9 +331,8 @@ def _refuse_workers(config: Config, plan: Plan, workers: int) -> NoReturn:
 
 
 def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str], say: Say = lambda _: None) -> Config:
-    """Return the configuration that overrides give, on the hardware that the command line names, if it does. A GPU's
-    hardware plans for GPUs, of whose memory libraries reserve a part, as cluster.gpu does. `say`: gets lines on what
-    arguments do not say."""
+    """Return the configuration of overrides, on the hardware of the command line, if any, which plans for its kind of
+    device; `say`: gets notes."""
     config = compose_config(overrides, arguments.config_dir, say=say)
     if arguments.hardware:
         _choose_hardware(arguments.hardware, config)  # refuses it by the name of the option
