@@ -65,7 +65,7 @@ def find_accelerator(device: str) -> Accelerator | None:
     >>> find_accelerator("NVIDIA A100-SXM4-80GB")
     Accelerator(name='A100', peak=312000000000000.0, memory=80000000000.0)
     """
-    name = re.sub(r"(?<!\d)(\d+)G(?![A-Z\d])", r"\1GB", device.upper())  # Ray says A100-40G
+    name = re.sub(r"(?<![A-Z\d])(\d+)G(?![A-Z\d])", r"\1GB", device.upper())  # Ray says A100-40G
     words = set(re.findall(r"[^\W_]+", name))
     return next((candidate for candidate in ACCELERATORS if words.issuperset(candidate.name.upper().split())), None)
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config.fields import Config
 from platform.model import build_model
 from platform.plan.accelerators import ROUNDING, overhead_bytes
 from platform.plan.layout import Mesh, pad_to_multiple
@@ -25,14 +24,9 @@ from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planne
 from platform.plan.planner import Planner
 from platform.plan.rule import partial_axes
 from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
-from platform.plan.step_collectives import resolve_auto_kernels
 from platform.predict import price
 from platform.predict.contenders import Contender
-from platform.predict.footprint import Passes, measure_passes
 from platform.predict.hardware import Hardware
-from platform.predict.make_plan import plan_quickly
-from platform.predict.memory_budget import device_kind
-from platform.predict.meter import Meter
 from platform.predict.price import bytes_seconds, group_seconds, hidden_or_summed_seconds, message_seconds, update_bytes
 from platform.predict.work import (
     FUSED_BACKWARD,
@@ -262,28 +256,6 @@ class PassBytes(NamedTuple):
     work: tuple[Any, Any]
 
 
-def meter_passes(config: Config, recompute: str) -> PassBytes | None:
-    """Meter the passes of a model with as few layers as its sketch has, all on one stage under the sizes of a
-    configuration, with one kind of recomputation; None if its plan is refused."""
-    few, by_depth = min(FEW, config.model.layers), list[list[Passes]]()
-    for layers in (few, max(1, few - 1)):
-        c = replace(config, model=replace(config.model, layers=layers), recompute=recompute)
-        if not (plan := plan_quickly(c)):
-            return None
-        device, dropout, model = device_kind(c), c.model.dropout, build_model(c.model)
-        plan = resolve_auto_kernels(plan, device, dropout)
-        meters = [Meter(plan, dropout, plan.mesh.rank_coordinates(0), device) for _ in range(2)]
-        chunk, splits = plan.chunks[0], (False, True)
-        by_depth.append([
-            measure_passes(meter, model, chunk, splits_weight_gradients=split)
-            for meter, split in zip(meters, splits, strict=True)
-        ])  # fmt: skip
-    (joint, split), (fewer, fewer_split) = by_depth
-    kept, pending = joint.kept - fewer.kept, split.pending - fewer_split.pending
-    work = tuple(max(p.forward - p.kept, p.backward - p.pending - sum(p.gradients.values())) for p in by_depth[0])
-    return PassBytes((kept, joint.kept - few * kept), (pending, split.pending - few * pending), work)  # type: ignore[arg-type]
-
-
 Column = NDArray[np.float64]
 USUAL = PassBytes((1.1, 1.0), (1.0, 1.0), (1.0, 1.0))  # meter by sketch, where a sketch's own sizes have no legal plan
 GROUPS = 4  # process groups of a rank, about
@@ -316,9 +288,9 @@ class Estimate(NamedTuple):
 
 
 class _ParameterCosts(NamedTuple):
-    """What a worker has of parameters and does with them: bytes of `state`, those of a deep layer's (`layer_state`),
-    seconds in which gradients are summed (`reduces`), those of the `last` bucket's, seconds in which parameters are
-    gathered (`gathers`), and elements that it has `updated`."""
+    """Costs of parameters on a worker: bytes of `state`, of all and of a deep layer (`layer_state`); seconds in which
+    gradients are summed (`reduces`), of all and of the `last` bucket, and parameters gathered (`gathers`); and elements
+    `updated`."""
 
     state: Column
     layer_state: Column

@@ -25,6 +25,7 @@ from platform.plan.layout import find_divisors, find_factorizations, format_coun
 from platform.plan.plan import ITEMSIZE, Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_seconds
+from platform.plan.step_collectives import resolve_auto_kernels
 from platform.predict.contenders import AXIS, CHOOSABLE, MODE, SIZE, SKETCH, Contender, SearchSpace, list_parts
 from platform.predict.estimate import (
     BASE,
@@ -35,12 +36,13 @@ from platform.predict.estimate import (
     Estimator,
     PassBytes,
     Sketch,
-    meter_passes,
     sketch_model,
 )
+from platform.predict.footprint import Passes, measure_passes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, device_kind
+from platform.predict.meter import Meter
 from platform.predict.price import StepPrice
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, read_bucket_size, step_price
 
@@ -49,7 +51,8 @@ from platform.predict.step_price import choose_pricing_hardware, memory_of_worke
 NEAR, BAND, IN_BAND = 2.0, 1.1, 4
 THINNEST = 1 / 16  # of the memory that there is: less makes no difference
 MOST, LEAST, LAYERS = 16, 8, 1000  # finalists that are planned though none can win: of so many layers together
-PATIENCE = 6  # times as many are planned at most
+PATIENCE = 3  # times as many are planned at most without a better one that fits, and twice as many without any
+TRUST = 2.0  # times the estimate of one that takes half of the memory: slower ones are dropped
 LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
 ERRORS = 0.9, 0.8  # price by estimate of seconds, and of memory, that a mode of which none was planned may have
 WITHIN = 0.97, 0.9  # how far such quotients go below the least that was seen of the mode,
@@ -196,7 +199,7 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
     quotients = np.repeat(np.array(ERRORS)[:, None], len(modes), axis=1)  # [seconds and memory, modes]
     least = np.full_like(quotients, inf)
     finalists: list[Finalist] = []
-    unplanned, best = np.ones(len(rated), dtype=bool), inf
+    unplanned, best, planned, better_at = np.ones(len(rated), dtype=bool), inf, 0, 0
 
     def note_quotient(what: int, i: int, value: float) -> None:
         """Take note of what a contender's plan has, by its estimate."""
@@ -208,18 +211,19 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
             quotients[0, akin & np.isinf(least[0])] = AKIN * least[0, akin].min()
 
     shown = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
-    for _ in range(PATIENCE * shown):
+    while planned - better_at < PATIENCE * shown * (1 if best < inf else 2):
         seconds, needed = estimates * quotients[:, mode_of]
         seconds[~unplanned | (needed > memory)] = inf
         i = int(seconds.argmin())
         if seconds[i] == inf or (seconds[i] >= best and len(finalists) >= shown):
             break
-        unplanned[i] = False
+        unplanned[i], planned = False, planned + 1
         if finalist := _plan_finalist(space, rated[i].choice, hardware):
             finalists.append(finalist)
             note_quotient(0, i, finalist.price.seconds)
             if finalist.price.seconds < best:
-                best = finalist.price.seconds if finalist.fits_memory(memory) else best
+                if finalist.fits_memory(memory):
+                    best, better_at = finalist.price.seconds, planned
                 note_quotient(1, i, finalist.known_memory)
     if best == inf:  # the ones that need least are shown to the user
         needed = (estimates * quotients[:, mode_of])[1][unplanned]
@@ -343,17 +347,20 @@ class Field:
             alike = parts.setdefault(replace(mode, chunks=1), [])
             alike.append((np.full(len(best), number), rows[best], seconds[best], memory[best]))
         rated = []
-        for alike in parts.values():
-            mode_of, rows, seconds, memory = (np.concatenate(column) for column in zip(*alike, strict=True))
+        groups = [[np.concatenate(column) for column in zip(*alike, strict=True)] for alike in parts.values()]
+        roomy = [seconds[memory <= self.memory / 2].min(initial=inf) for _, _, seconds, memory in groups]
+        for mode_of, rows, seconds, memory in groups:
             for i in self._select_promising(seconds, memory):
+                if seconds[i] > TRUST * min(roomy):
+                    continue
                 sizes = {name: int(column[rows[i]]) for name, column in columns.items()}
                 c = self.space.build_contender(modes[mode_of[i]], sizes)
                 rated.append(Rated(float(seconds[i]), c.tie_order, c, float(memory[i])))
         return rated, judged
 
     def _select_promising(self, seconds: NDArray[Any], memory: NDArray[Any]) -> NDArray[np.intp]:
-        """Return which contenders of a mode are worth a look: those that need less memory, by bands, than all quicker
-        ones but a few, and the one that takes least."""
+        """Return which contenders of a mode are worth a look: each needs less memory, by bands, than all quicker ones
+        but a few; and the thriftiest."""
         rows = np.flatnonzero(memory <= NEAR * self.memory)
         rows = rows[np.argsort(seconds[rows], kind="stable")]
         bands = np.ceil(np.log(np.maximum(memory[rows] / self.memory, THINNEST)) / log(BAND))
@@ -429,6 +436,28 @@ class Field:
         schemes = {name.rpartition(".")[2]: column for name, column in columns.items()}
         by_axis = {**schemes, **branches, **divided}
         return {**{axis: by_axis[axis] for axis in axes}, "stage": columns["stages"], SEQUENCES: columns["microbatch"]}
+
+
+def meter_passes(config: Config, recompute: str) -> PassBytes | None:
+    """Count the bytes of the passes of a model of as few layers as its sketch has, all on one stage under the sizes of
+    a configuration, with one kind of recomputation; None if its plan is refused."""
+    few, by_depth = min(FEW, config.model.layers), list[list[Passes]]()
+    for layers in (few, max(1, few - 1)):
+        c = replace(config, model=replace(config.model, layers=layers), recompute=recompute)
+        if not (plan := plan_quickly(c)):
+            return None
+        device, dropout, model = device_kind(c), c.model.dropout, build_model(c.model)
+        plan = resolve_auto_kernels(plan, device, dropout)
+        meters = [Meter(plan, dropout, plan.mesh.rank_coordinates(0), device) for _ in range(2)]
+        chunk, splits = plan.chunks[0], (False, True)
+        by_depth.append([
+            measure_passes(meter, model, chunk, splits_weight_gradients=split)
+            for meter, split in zip(meters, splits, strict=True)
+        ])  # fmt: skip
+    (joint, split), (fewer, fewer_split) = by_depth
+    kept, pending = joint.kept - fewer.kept, split.pending - fewer_split.pending
+    work = tuple(max(p.forward - p.kept, p.backward - p.pending - sum(p.gradients.values())) for p in by_depth[0])
+    return PassBytes((kept, joint.kept - few * kept), (pending, split.pending - few * pending), work)  # type: ignore[arg-type]
 
 
 def _select_rows(columns: Columns, kept: NDArray[Any]) -> Columns:

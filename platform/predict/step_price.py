@@ -29,6 +29,7 @@ from platform.predict.work import EVEN, Execution, StepWork, step_work
 
 FOLDER = CONF / "hardware"
 MOST_DRAWN = 4000  # passes in the picture of a step
+_NAME = re.compile(r"[\w .-]+")  # of a type of GPU
 _ACCELERATOR = re.compile(r"^accelerator: *([^#\n]*)", re.MULTILINE)  # in a file, which is slow to read as YAML
 
 
@@ -86,7 +87,7 @@ def find_gpu_hardware(gpu: str) -> Hardware | None:
 @lru_cache(maxsize=32)
 def _find_described_gpu(gpu: str) -> str:
     """Return the name of the file in `conf/hardware/` that describes a type of GPU, "" if none does."""
-    gpu_accelerator = find_accelerator(gpu)
+    gpu_accelerator = find_accelerator(gpu) if _NAME.fullmatch(gpu) else None
     for name in names_of_hardware() if gpu_accelerator else ():
         described = _ACCELERATOR.search((FOLDER / f"{name}.yaml").read_text())
         if described and find_accelerator(described[1]) == gpu_accelerator:
