@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from platform.launch import compose_config
-from platform.runtime.chunked_loss import Classes
+from platform.runtime.chunked_loss import LossClasses
 from tests.harness.card import Counted, of_an_update, of_the_loss
 
 GPT = ["+experiment=one_gpu"]
@@ -34,7 +34,7 @@ def main() -> None:
     print("| loss of bf16 or fp32 logits [8192, 50304], eager | kernels | bytes per logit |\n|---|---|---|")
     for name, dtype in TYPES.items():
         for gradient in (False, True):
-            found = of_the_loss(compose_config(GPT), LOGITS, dtype, Classes((), 0, LOGITS[1]), gradient)
+            found = of_the_loss(compose_config(GPT), LOGITS, dtype, LossClasses((), 0, LOGITS[1]), gradient)
             what = "and its gradient" if gradient else "alone"
             print(f"| {name}, {what} | {' | '.join(cells(found, LOGITS[0] * LOGITS[1]))} |")
     parts = [f"{part}: kernels | bytes" for part in ("norm", "update", "compute weights")]

@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from platform.boundary.storage import open_storage
 from platform.checkpoint.blocks import Block, Box, HeldTensor, list_written_parts
-from platform.checkpoint.buffer import Image
+from platform.checkpoint.buffer import FileImage
 from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint, load_manifest  # noqa: E402
 from platform.checkpoint.manifest import Meta
 from platform.checkpoint.moves import restore_checkpoint  # noqa: E402
@@ -98,7 +98,7 @@ def main() -> None:
     ]
     blocks = [Block(n, Box.whole_tensor(t.shape), t) for n, t in tensors.items()]
     shapes = {n: tuple(t.shape) for n, t in tensors.items()}
-    image = Image(0, list_written_parts(state, 0))
+    image = FileImage(0, list_written_parts(state, 0))
     data = memoryview(torch.cat([t.view(-1) for t in tensors.values()]).view(torch.uint8).numpy().data)
     size = len(data)
 

@@ -48,7 +48,7 @@ def trial(crew: Crew, job: Job, numbers: list[int], generation: int, victim: int
         killed = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
 
-    pid = crew.members[victim].pid
+    pid = crew.ready_members_by_number[victim].pid
     threading.Thread(target=kill).start()
     try:
         crew.call_ranks("turns")
@@ -74,7 +74,7 @@ def main() -> None:
         job = Job(Config(), coordinates, "cpu", Path(directory), "tests.doubles.gloo_worker:GlooWorker")
         with open_crew("processes", job) as crew:
             for generation in range(1, options.trials + 1):
-                numbers = sorted(crew.members)[: options.workers]
+                numbers = sorted(crew.ready_members_by_number)[: options.workers]
                 found.append(trial(crew, job, numbers, generation, random.choice(numbers)))
     for phase in found[0]:
         seconds = sorted(f[phase] for f in found)

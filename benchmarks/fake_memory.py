@@ -33,7 +33,7 @@ from platform.plan.plan import Plan  # noqa: E402
 from platform.predict.footprint import measure_passes  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
 from platform.predict.memory_budget import predict_peak_bytes  # noqa: E402
-from platform.predict.meter import Meter  # noqa: E402
+from platform.predict.meter import MemoryMeter  # noqa: E402
 from platform.runtime.communicator import Communicator, SingleRank  # noqa: E402
 from platform.train.trainer import Trainer  # noqa: E402
 from tests.harness.card import AsOnNccl, Cached  # noqa: E402
@@ -155,7 +155,9 @@ def fake_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
 
 def metered_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
     (chunk,), at = plan.stage_part(0).chunks, plan.mesh.rank_coordinates(0)
-    found = measure_passes(Meter(plan, c.model.dropout, at), build_model(c.model), chunk, splits_weight_gradients=False)
+    found = measure_passes(
+        MemoryMeter(plan, c.model.dropout, at), build_model(c.model), chunk, splits_weight_gradients=False
+    )
     return found.forward, found.kept, found.backward
 
 

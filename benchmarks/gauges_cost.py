@@ -24,9 +24,9 @@ from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.train import gauges
-from platform.train.gauges import Gauges, gauge_sources
+from platform.train.gauges import GaugeReader, gauge_sources
 from platform.train.replies import GAUGES, StepReport
-from platform.train.step_report import Combiner
+from platform.train.step_report import ReportCombiner
 from platform.train.trainer import SECTIONS
 from tests.harness.oracle import configure, trainer_of
 
@@ -67,7 +67,7 @@ def of_reports(world: int) -> list[float]:
     communicator = Alone(plan.mesh)
     communicator.world = world
     reach = {"t": "inside a node", "data": "between nodes"}
-    plain, gauged, renewed = (Combiner(plan, communicator, 1.5, reach=found) for found in ({}, reach, reach))
+    plain, gauged, renewed = (ReportCombiner(plan, communicator, 1.5, reach=found) for found in ({}, reach, reach))
     seconds = dict.fromkeys(SECTIONS, 0.1)
     mine = StepReport(1, 1.0, 1.0, 1.0, False, 1, (0, 1), 1.0, seconds, {}, 1, 1, [], waits={"t": 0.2, "data": 0.3})
     same, count = replace(mine, gauges=FOUND), iter(range(1 << 30))
@@ -107,7 +107,7 @@ def of_steps() -> tuple[list[float], list[float]]:
     c = quick()
     plan = make_plan(c)
     communicator = SingleRank(plan.mesh)
-    trainer, combiner, own = trainer_of(c, plan, communicator), Combiner(plan, communicator, 1.5), Gauges()
+    trainer, combiner, own = trainer_of(c, plan, communicator), ReportCombiner(plan, communicator, 1.5), GaugeReader()
     steps, spent = iter(range(1, 1 << 30)), ([], [])
     own.start_reading(torch.device("cpu"))
     for i in range(400):
@@ -124,7 +124,7 @@ def of_steps() -> tuple[list[float], list[float]]:
 def main() -> None:
     """Print the costs."""
     sources = list(gauge_sources(""))
-    reading = in_turn([lambda: Gauges().take_reading(sources)])[0]
+    reading = in_turn([lambda: GaugeReader().take_reading(sources)])[0]
     print(
         f"a reading, each {gauges.SECONDS:g} s: {reading * 1e6:.0f} us: {reading / gauges.SECONDS:.4%} of a processor"
     )

@@ -27,7 +27,7 @@ from benchmarks.step_time import SIZES  # noqa: E402
 from platform.checkpoint.snapshots import MemoryMap  # noqa: E402
 from platform.config.fields import Config  # noqa: E402
 from platform.predict.make_plan import make_plan  # noqa: E402
-from platform.train.training_state import State, list_state_tensors  # noqa: E402
+from platform.train.training_state import RankTrainingState, list_state_tensors  # noqa: E402
 from tests.harness.memories import opened, take  # noqa: E402
 from tests.harness.oracle import configure, trainer_of  # noqa: E402
 from tests.harness.pool import Pool  # noqa: E402
@@ -54,7 +54,7 @@ def measure(given: tuple[Config, list[int], int, bool], plan, communicator) -> l
     torch.set_num_threads(1)
     c, domains, steps, shared = given
     trainer = trainer_of(c, plan, communicator)
-    state = State(trainer)
+    state = RankTrainingState(trainer)
     memory = opened(state.held, domains, communicator, shared)
     trainer.step(1)
     flat = torch.ones(sum(block.tensor.nbytes for block in state.live_blocks()), dtype=torch.uint8)

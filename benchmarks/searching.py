@@ -8,7 +8,7 @@ import time
 from platform.launch import compose_config
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.predict.contenders import SearchSpace
-from platform.predict.search import Field, search_plans
+from platform.predict.search import ContenderGrid, search_plans
 from platform.predict.step_price import read_hardware
 
 GIVEN = "+experiment=gpt175b", "model=gpt_1t", "plan.search=[all]", "train.global_batch=3072"
@@ -20,7 +20,7 @@ def main() -> None:
     config, hardware = compose_config(list(GIVEN)), read_hardware("a100_80g")
     begin = time.process_time()
     with pause_garbage_collection():
-        _, judged = Field(SearchSpace(config), WORKERS, MEMORY, hardware).rate_contenders()
+        _, judged = ContenderGrid(SearchSpace(config), WORKERS, MEMORY, hardware).rate_contenders()
     closed = time.process_time() - begin
     print(f"| closed form | {judged:,} plans | {closed:.1f} s | {judged / closed:,.0f} plans/s |")
     begin = time.process_time()

@@ -97,7 +97,7 @@ def open_worker_folder(config: Config, name: str) -> Iterator[Path]:
                 remove_empty_directories([path])
 
 
-def _examine_workers(config: Config, plan: Plan, folder: Path, say: Say) -> Report:
+def _examine_workers(config: Config, plan: Plan, folder: Path, say: Say) -> DoctorReport:
     """Start the workers of a run with its spares, as far as there is room, and examine them; return the report. `say`:
     prints progress to the user. Raises ConfigError, NoPlaces, WorkerFailed."""
     from platform.cluster import resources
@@ -113,7 +113,7 @@ def _examine_workers(config: Config, plan: Plan, folder: Path, say: Say) -> Repo
     job = Job(config, coordinates, places.device, folder, secrets=known_secrets())
     say(f"examining {format_count(places.members, 'worker')} ({kind}, {job.device})")
     with relay_log("platform.cluster", say), open_crew(kind, job, places.members - size) as crew:
-        paths = places_of(crew.members)
+        paths = places_of(crew.ready_members_by_number)
         seats = arrange_seats(paths, plan.mesh, {}) if len(paths) >= size else []
         numbers = [*seats, *sorted(paths.keys() - set(seats), key=lambda number: (paths[number], number))]
         outcome = examine_members(crew, job, numbers, thorough=config.cluster.doctor != "quick")
@@ -121,11 +121,12 @@ def _examine_workers(config: Config, plan: Plan, folder: Path, say: Say) -> Repo
         for number, lines in _find_disagreements(crew, job, numbers).items():
             bad.setdefault(number, {})["environment"] = "; ".join(lines)
         ranks = [rank if rank < size else None for rank in range(len(numbers))]
+        members = crew.ready_members_by_number
         rows = [
-            Row(number, rank, crew.members[number].node, vars(outcome.findings[number]), bad.get(number, {}))
+            Row(number, rank, members[number].node, vars(outcome.findings[number]), bad.get(number, {}))
             for rank, number in zip(ranks, numbers, strict=True)
         ]
-        return Report(rows, dict(outcome.shared))
+        return DoctorReport(rows, dict(outcome.shared))
 
 
 def _find_disagreements(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
@@ -157,7 +158,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """Report of an examination: the rows of all workers, and the checks that are bad on most (`shared`: check ->
     why)."""
 

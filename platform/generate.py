@@ -95,7 +95,7 @@ def _generate_answers(arguments: Namespace) -> int:
     trained = session.find_trained_model(arguments.checkpoint)
     planned = plan_answers(trained, overrides, arguments.config_dir)
     model, vocabulary = planned.config.model, planned.vocabulary
-    rows = asked_model.Reader(model, vocabulary, arguments.chat, arguments.bare).encode_prompts(prompts)
+    rows = asked_model.PromptReader(model, vocabulary, arguments.chat, arguments.bare).encode_prompts(prompts)
     room = asked_model.answer_room(rows, model)
     tokens = min(TOKENS, room) if arguments.tokens is None else arguments.tokens
     longest = tokens + (max(map(len, rows)) if model.kind != "encoder_decoder" else 1)

@@ -25,7 +25,7 @@ from platform.boundary.terminal import QuickExit, Say, print_line, run_printing_
 from platform.boundary.world_faults import UNAVAILABLE
 from platform.cluster.crew.failures import NoPlaces
 from platform.cluster.crew.signals import Stopped, StopSignals
-from platform.cluster.shown_commands import Command, Phases, monotonic_command_start
+from platform.cluster.shown_commands import Command, PhaseTimes, monotonic_command_start
 from platform.config import run_rules
 from platform.config.arguments import (
     HOW_MANY,
@@ -68,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with refusals.shield_arguments(argv) as command_arguments:
         if argv is None:
             sys.argv[1:] = redact_secrets(command_arguments)  # libraries such as W&B record sys.argv
-        phases = Phases(monotonic_command_start() if argv is None else None)
+        phases = PhaseTimes(monotonic_command_start() if argv is None else None)
         try:
             return _run_launch_command(command_arguments, parser, phases)
         except ConfigError as error:
             return refusals.report_refusal(error, "config")
 
 
-def _run_launch_command(argv: Sequence[str], parser: ArgumentParser, phases: Phases) -> int:
+def _run_launch_command(argv: Sequence[str], parser: ArgumentParser, phases: PhaseTimes) -> int:
     """Parse a launcher's command line, plan, train or print as it asks, and return the exit status; raises
     ConfigError."""
     args = parser.parse_intermixed_args(argv)
@@ -250,7 +250,7 @@ def _complete_paths(config: Config) -> list[str]:
     return lines
 
 
-def _run_jobs(args: Namespace, phases: Phases) -> int:
+def _run_jobs(args: Namespace, phases: PhaseTimes) -> int:
     """Plan every job of a command line (one, or one per combination of a sweep, `-m`), then train one after the other;
     return the most severe exit status, as SEVERITY orders them."""
     try:
@@ -268,7 +268,7 @@ def _run_jobs(args: Namespace, phases: Phases) -> int:
             print_line(f"job {number} of {len(jobs)}: {' '.join(job.arguments)}")
         with isolate_secrets(job.secrets):
             command = Command(job.arguments, args.config_dir, alone=len(jobs) == 1)
-            statuses.append(_train_job(job.config, job.plan, command, phases if number == 1 else Phases()))
+            statuses.append(_train_job(job.config, job.plan, command, phases if number == 1 else PhaseTimes()))
         if statuses[-1] == STOPPED:  # the stop is meant for the whole command, not for one job
             break
     if args.multirun:
@@ -290,7 +290,7 @@ class PlannedJob(NamedTuple):
     secrets: dict[str, str]  # its own, so that it is the same run as that of its arguments alone
 
 
-def _plan_jobs(args: Namespace, phases: Phases) -> list[PlannedJob]:
+def _plan_jobs(args: Namespace, phases: PhaseTimes) -> list[PlannedJob]:
     """Compose and plan every job of a command, before any starts; `phases` takes note of the first. Raises ConfigError
     with the mistakes of all jobs."""
     jobs: list[PlannedJob] = []
@@ -309,7 +309,7 @@ def _plan_jobs(args: Namespace, phases: Phases) -> list[PlannedJob]:
     return jobs
 
 
-def _plan_job(composer: Composer, arguments: list[str], phases: Phases) -> tuple[list[str], PlannedJob | None]:
+def _plan_job(composer: Composer, arguments: list[str], phases: PhaseTimes) -> tuple[list[str], PlannedJob | None]:
     """Compose and plan the job with these arguments; return one line per mistake in it, and the job, None without a
     plan."""
     notes: list[str] = []
@@ -375,7 +375,7 @@ def _count_workers(config: Config) -> int | None:
     return count_available_workers(config.cluster)
 
 
-def _train_job(config: Config, plan: Plan, command: Command, phases: Phases) -> int:
+def _train_job(config: Config, plan: Plan, command: Command, phases: PhaseTimes) -> int:
     """Train a planned job of the command line; return its exit status, and print a refusal or a traceback."""
     from platform.cluster import driver
 

@@ -58,16 +58,16 @@ class _Ended(Exception):
     """Exception for a child that has ended, or takes too long."""
 
 
-class Parser:
-    """Child process that answers requests by the function `name`, "MODULE:FUNCTION"; of one thread at a time."""
+class ParserProcess:
+    """Child process that answers requests by a function, `name`: "MODULE:FUNCTION"; of one thread at a time."""
 
-    def __init__(self, name: str):
-        """Start the child process that parses foreign files by the function `name`, "MODULE:FUNCTION"; it gets none of
-        the secrets in this process's environment."""
-        self.name = name
+    def __init__(self, function_name: str):
+        """Start the child process that parses foreign files by `function_name`, "MODULE:FUNCTION"; it gets none of the
+        secrets in this process's environment."""
+        self.name = function_name
         environment = {key: os.environ[key] for key in _KEPT if key in os.environ} | _OWN
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), name],
+            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), function_name],
             bufsize=0, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout
@@ -173,12 +173,12 @@ class Parser:
             self.close()
 
 
-_idle: dict[str, list[Parser]] = {}  # children that wait for the next file, by parser
-_all: WeakSet[Parser] = WeakSet()
+_idle: dict[str, list[ParserProcess]] = {}  # children that wait for the next file, by parser
+_all: WeakSet[ParserProcess] = WeakSet()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def list_living_parsers() -> list[Parser]:
+def list_living_parsers() -> list[ParserProcess]:
     """Return the parsers of foreign files whose child processes this process has started and not closed."""
     return [parser for parser in _all if parser.is_usable]
 
@@ -191,20 +191,20 @@ def _close_parsers() -> None:
     _idle.clear()
 
 
-def borrow_parser_process(name: str) -> Parser:
+def borrow_parser_process(name: str) -> ParserProcess:
     """Return a child process of the parser `name`, "MODULE:FUNCTION", idle or new, for `release_parser_process`."""
     waiting = _idle.setdefault(name, [])
-    return waiting.pop() if waiting else Parser(name)
+    return waiting.pop() if waiting else ParserProcess(name)
 
 
-def release_parser_process(parser: Parser) -> None:
+def release_parser_process(parser: ParserProcess) -> None:
     """Keep a parser's child process idle for the next foreign file, if it is alive."""
     if parser.is_usable:
         _idle.setdefault(parser.name, []).append(parser)
 
 
 @contextmanager
-def use_parser(name: str) -> Iterator[Parser]:
+def use_parser(name: str) -> Iterator[ParserProcess]:
     """Yield a child process with the parser `name`, "MODULE:FUNCTION", idle or new; keep it for the next file."""
     parser = borrow_parser_process(name)
     try:

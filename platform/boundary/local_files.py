@@ -214,7 +214,7 @@ class LocalStorage:
         directory = self.root / path
         try:
             with os.scandir(directory) as entries:
-                sizes = {entry.name: _entry_size(entry) for entry in entries}
+                sizes = {entry.name: _entry_size_or_unknown(entry) for entry in entries}
         except FileNotFoundError:
             if os.path.lexists(directory):  # a dangling link: the directory is out of reach, not empty
                 raise
@@ -240,7 +240,7 @@ class LocalStorage:
                 _synchronise_directory(target.parent)
 
 
-def _entry_size(entry: os.DirEntry[str]) -> int | None:
+def _entry_size_or_unknown(entry: os.DirEntry[str]) -> int | None:
     """Return the size in bytes of a file found in a directory of a storage, UNKNOWN if it cannot be inspected, None if
     it has been deleted meanwhile."""
     with suppress(OSError):

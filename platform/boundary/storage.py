@@ -200,7 +200,7 @@ class RemoteStorage:
                 entries: Any = self._system.ls(directory, detail=True, refresh=True)
             except FileNotFoundError:
                 return {}
-        sizes = {str(e["name"]).rstrip("/"): _entry_size(e) for e in entries}
+        sizes = {str(e["name"]).rstrip("/"): _entry_size_or_unknown(e) for e in entries}
         inside = ((name, size) for name, size in sizes.items() if name.strip("/") != directory.strip("/"))
         return {name.rpartition("/")[2]: size for name, size in inside}
 
@@ -215,7 +215,7 @@ class RemoteStorage:
             self._system.rm(self._object_path(path), recursive=True)
 
 
-def _entry_size(entry: dict[str, Any]) -> int:
+def _entry_size_or_unknown(entry: dict[str, Any]) -> int:
     """Return the size of an entry in a remote storage's listing: 0 for a directory, UNKNOWN where none is given."""
     size = entry.get("size")
     return size if isinstance(size, int) else 0 if entry.get("type") == "directory" else UNKNOWN

@@ -1,6 +1,6 @@
 """The state of a job as named global tensors, and which ranks hold which block of them.
 
-A `Box` is a block as index ranges; `find_tiling_faults` checks that a set of them tiles a tensor. A `Chain` is the
+A `Box` is a block as index ranges; `find_tiling_faults` checks that a set of them tiles a tensor. A `BlockChain` is the
 blocks that the same ranks hold, laid end to end, so that a part of them is two positions.
 """
 
@@ -322,7 +322,7 @@ class Share(NamedTuple):
 LARGEST_ROW = 64 << 10  # bytes: blocks are cut at the start of rows no larger than this
 
 
-class Chain:
+class BlockChain:
     """Blocks of global tensors that the same ranks (`holders`) hold, laid end to end. A position is an offset in their
     bytes; a part is [first, last) of it, so that who has which part takes two numbers, and not a list of blocks.
 
@@ -354,12 +354,12 @@ class Chain:
         first, last = (self.nearest_row_start(self.nbytes * number // members) for number in (member, member + 1))
         return first, last
 
-    def cut_parts(
-        self, first: int, last: int, names: Collection[str] | None = None, most: int | None = None
+    def shares_of_byte_range(
+        self, first: int, last: int, names: Collection[str] | None = None, max_bytes: int | None = None
     ) -> list[Share]:
         """Return the blocks of tensors, or parts of them, at bytes [first, last) of this chain of a checkpoint's or
         snapshot's blocks, in order; both ends are starts of rows. `names`: the tensors wanted, by default all. A block
-        larger than `most` bytes is cut at the rows nearest to the multiples of `most`."""
+        larger than `max_bytes` bytes is cut at the rows nearest to the multiples of `max_bytes`."""
         cut: list[Share] = []
         for number in range(bisect_right(self.ends, first), len(self.ends)):
             block, end = self.blocks[number], self.ends[number]
@@ -370,24 +370,24 @@ class Chain:
             if names is not None and block.tensor.name not in names:
                 continue
             a, b = max(first, start), min(last, end)
-            if (a, b) == (start, end) and (most is None or size <= most):
+            if (a, b) == (start, end) and (max_bytes is None or size <= max_bytes):
                 cut.append(block)
                 continue
-            inner = range(start - (start - a) // most * most, b, most) if most else ()
+            inner = range(start - (start - a) // max_bytes * max_bytes, b, max_bytes) if max_bytes else ()
             for i, j in pairwise((a, *map(self.nearest_row_start, inner), b)):
                 boxes = split_flat_range(block.box, (i - start) // each, (j - start) // each)
                 cut += [Share(block.tensor, box) for box in boxes]
         return cut
 
 
-def join_chains(state: Iterable[HeldTensor], rank: int | None = None) -> list[Chain]:
+def join_chains(state: Iterable[HeldTensor], rank: int | None = None) -> list[BlockChain]:
     """Join the tensor blocks of the training state that the same ranks hold, end to end; only `rank`'s, if given."""
     blocks_by_holders: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():
             if rank is None or rank in ranks:
                 blocks_by_holders[ranks].append(Share(tensor, box))
-    return [Chain(ranks, blocks) for ranks, blocks in blocks_by_holders.items()]
+    return [BlockChain(ranks, blocks) for ranks, blocks in blocks_by_holders.items()]
 
 
 def list_written_parts(state: Iterable[HeldTensor], rank: int) -> list[Share]:
@@ -396,7 +396,7 @@ def list_written_parts(state: Iterable[HeldTensor], rank: int) -> list[Share]:
     written_parts: list[Share] = []
     for chain in join_chains(state, rank):
         byte_range = chain.replica_byte_range(chain.holders.index(rank), len(chain.holders))
-        written_parts += chain.cut_parts(*byte_range, most=LARGEST_BLOCK)
+        written_parts += chain.shares_of_byte_range(*byte_range, max_bytes=LARGEST_BLOCK)
     return written_parts
 
 

@@ -1,5 +1,5 @@
-"""Buffer of host memory that holds parts of global tensors, and a worker's file of a checkpoint (`Image`): copied into
-such a buffer, then hashed while it is written."""
+"""Buffer of host memory that holds parts of global tensors, and a worker's file of a checkpoint (`FileImage`): copied
+into such a buffer, then hashed while it is written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LiveBlocks(list[Block]):
         return part_views
 
 
-class Buffer:
+class HostBuffer:
     """Host memory that holds the bytes of `parts` of global tensors, one after the other without a gap: `places` says
     where each begins and ends in `data` (uint8 [bytes]). `pinned`: page-locked, for asynchronous copies from tensors on
     a GPU. Its memory is new, zeros, unless it is given as `data`, which may be longer."""
@@ -70,7 +70,7 @@ class Buffer:
         self.data = data
 
     @classmethod
-    def build_aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> Buffer:
+    def build_aligned(cls, parts: Sequence[Share], pinned: bool = False, data: Tensor | None = None) -> HostBuffer:
         """Make a checkpoint's buffer of parts sorted by element type, largest first, so that each is aligned."""
         return cls(sorted(parts, key=lambda part: -part.tensor.itemsize), pinned, data)
 
@@ -119,7 +119,7 @@ def _stream_of_copies() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # torch hands out 32 in turn: of many, some would be the streams of collectives
 
 
-class Image:
+class FileImage:
     """Bytes of one worker's block file, copied from the live tensors by `fill_parts`, which is all that a step waits
     for.
 
@@ -130,7 +130,7 @@ class Image:
         """Allocate memory for the block file of `rank` in checkpoints; `pinned`: page-locked, for copies from a GPU."""
         assert sys.byteorder == "little", "blocks are stored little-endian"
         self.file = f"blocks-{rank:05d}.bin"
-        self._buffer = Buffer.build_aligned(parts, pinned)
+        self._buffer = HostBuffer.build_aligned(parts, pinned)
 
     def fill_parts(self, blocks: Sequence[Block]) -> None:
         """Copy this rank's part of a checkpoint out of its live tensors `blocks`, which may change afterwards."""

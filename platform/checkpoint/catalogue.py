@@ -240,7 +240,7 @@ def commit_checkpoint(
 ) -> Manifest:
     """Make a checkpoint of what the workers wrote, if it is complete: the manifest is written last.
 
-    `tensors`: name -> global shape of everything that belongs in it; `reports`: the results of `Image.write_file`.
+    `tensors`: name -> global shape of everything that belongs in it; `reports`: the results of `FileImage.write_file`.
     `guard` is called just before the manifest is written, and raises if it must not be. Raises Refused with the reason
     (a hole, an overlap, a file that differs from its report), OSError.
     """

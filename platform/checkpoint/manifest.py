@@ -108,7 +108,7 @@ class Manifest:
     @classmethod
     def build_from_reports(cls, meta: Meta, reports: Iterable[FileReport]) -> Manifest:
         """Assemble a checkpoint's manifest from its metadata and the workers' reports on their block files
-        (`Image.write_file`). Raises Refused if they contradict each other."""
+        (`FileImage.write_file`). Raises Refused if they contradict each other."""
         files: dict[str, int] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         blocks: dict[str, list[StoredBlock]] = {}

@@ -23,7 +23,7 @@ Write = Callable[[str], Sequence[FileReport]]
 Called from the saver's thread, again for every attempt: the images must stay as they are until the save is over."""
 
 
-class Saver:
+class CheckpointSaver:
     """Saves checkpoints from the driver, one at a time in a background thread. `poll_events` returns what happened; no
     exception ever reaches training.
 

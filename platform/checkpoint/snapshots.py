@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.checkpoint.blocks import Block, Box, Chain, Share, State, join_chains
-from platform.checkpoint.buffer import Buffer, Messages
+from platform.checkpoint.blocks import Block, BlockChain, Box, Share, State, join_chains
+from platform.checkpoint.buffer import HostBuffer, Messages
 from platform.runtime.pinned_memory import lock_pages
 from platform.runtime.progress import PROGRESS
 
@@ -32,7 +32,7 @@ Parts = Sequence[Share]  # blocks of the training state, or parts of them
 class Copy(NamedTuple):
     """Part [first, last) of a chain that `sender` holds and of which `receiver` keeps a copy in its host memory."""
 
-    chain: Chain
+    chain: BlockChain
     first: int
     last: int
     sender: int
@@ -46,10 +46,10 @@ class Copy(NamedTuple):
     @property
     def tensor_parts(self) -> list[Share]:
         """Return the blocks of global tensors, or parts of them, in this copy in a peer's memory."""
-        return self.chain.cut_parts(self.first, self.last)
+        return self.chain.shares_of_byte_range(self.first, self.last)
 
 
-def assign_copies(chains: Sequence[Chain], domains: Sequence[Hashable]) -> list[Copy]:
+def assign_copies(chains: Sequence[BlockChain], domains: Sequence[Hashable]) -> list[Copy]:
     """Assign one in-memory copy, at a rank of another failure domain, of all training state that only ranks of one
     domain hold, so that the state survives the loss of any one domain. `domains`: the domain of every rank.
 
@@ -209,7 +209,7 @@ class MemoryMap:
         for chain in self._held[rank]:
             alike = [holder for holder in chain.holders if self.memories[holder] == self.memories[rank]]
             part = chain.replica_byte_range(alike.index(rank), len(alike)) if self._divided else (0, chain.nbytes)
-            parts += chain.cut_parts(*part)
+            parts += chain.shares_of_byte_range(*part)
         return parts
 
     def map_readers(self, seats: Mapping[int, int], distrusted: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
@@ -248,17 +248,17 @@ class Snapshot:
         self._step = torch.frombuffer(self._header, dtype=torch.int64, count=2)  # 1 + the step, bytes of values
 
     @cached_property
-    def own_buffer(self) -> Buffer:
+    def own_buffer(self) -> HostBuffer:
         """Return the buffer of this rank's own parts of the training state in the snapshot."""
         data = _map_tensor(self._memory, self._at + HEADER, _count_page_bytes(self._parts[0]), self._pinned)
-        return Buffer.build_aligned(self._parts[0], self._pinned, data)
+        return HostBuffer.build_aligned(self._parts[0], self._pinned, data)
 
     @cached_property
-    def copies_buffer(self) -> Buffer:
+    def copies_buffer(self) -> HostBuffer:
         """Return the buffer of the parts of other ranks' training state that the snapshot keeps copies of."""
         own_parts, copied_parts = self._parts
         start = self._at + HEADER + _count_page_bytes(own_parts)
-        return Buffer(copied_parts, data=_map_tensor(self._memory, start, _count_page_bytes(copied_parts)))
+        return HostBuffer(copied_parts, data=_map_tensor(self._memory, start, _count_page_bytes(copied_parts)))
 
     @staticmethod
     def count_bytes(own_parts: Parts, copied_parts: Parts) -> int:
@@ -306,7 +306,7 @@ class NodeSnapshot:
     """Training state at one step in the memory that the ranks of a node share, as one of them reads it, also of ranks
     that have died; of one rank where they share none. `values`: plain data."""
 
-    def __init__(self, buffers: Sequence[Buffer], values: Any):
+    def __init__(self, buffers: Sequence[HostBuffer], values: Any):
         """Collect the `buffers` of snapshots of all ranks that share a memory: own blocks before copies, as a copy of a
         part that one of these ranks holds itself is not needed. `values`: plain data."""
         self.values = values
@@ -362,7 +362,7 @@ class RankSnapshots:
         self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
         self._places: dict[int, Snapshot] = {}  # the snapshots at the two places in memory
         self._order: list[int] = []  # places, that written last at the end
-        self._handed = Buffer([])
+        self._handed = HostBuffer([])
         self._begun: _Begun | None = None
 
     @classmethod
@@ -431,7 +431,7 @@ class RankSnapshots:
         generation in which some survivors have no seat."""
         node = self.open_node_snapshot(step, distrusted)
         sent, kept = map_exchanged_parts(handovers, rank)
-        handed = Buffer(_flatten_parts(kept))
+        handed = HostBuffer(_flatten_parts(kept))
         outgoing = [(peer, node.join_parts(parts)) for peer, parts in sent.items()]
         with PROGRESS.mark_waiting("transfer"):
             _transfer_parts(outgoing, kept, handed, transfer)
@@ -513,7 +513,7 @@ def _flatten_parts(kept: Mapping[int, Parts]) -> list[Share]:
     return [part for parts in kept.values() for part in parts]
 
 
-def _transfer_parts(sent: Messages, kept: Mapping[int, Parts], buffer: Buffer, transfer: Transfer) -> None:
+def _transfer_parts(sent: Messages, kept: Mapping[int, Parts], buffer: HostBuffer, transfer: Transfer) -> None:
     """Send the parts of a snapshot that peers keep, and receive the parts kept for them here (sender -> parts) into
     `buffer`, which holds just these; all ranks call it together."""
     sizes = [sum(part.nbytes for part in parts) for parts in kept.values()]

@@ -118,7 +118,7 @@ Ask = Callable[..., list[Any]]  # `Crew.call_ranks` of a crew whose workers answ
 
 
 @dataclass(frozen=True)
-class Reader:
+class PromptReader:
     """Reads prompts as a model does. `vocabulary`: None for one without a tokenizer, which reads ids alone. `chat`: a
     text is the message of a user. `bare`: nothing is put in front of a text, else the token that begins a document."""
 

@@ -42,7 +42,7 @@ def run_calibration(
     job = Job(config, [{"data": i} for i in range(workers)], places.device, folder, secrets=known_secrets())
     print_line(f"measuring on {format_count(workers, 'worker')} ({kind}, {job.device})")
     with relay_log("platform.cluster", print_line), open_crew(kind, job) as crew:
-        nodes = [crew.members[number].node.partition("/")[0] for number in sorted(crew.members)]
+        nodes = [member.node.partition("/")[0] for _, member in sorted(crew.ready_members_by_number.items())]
         round_replies = []
         for number, one in enumerate(calibration.plan_calibration_rounds(nodes)):
             workers_each, groups = one.group_shape[:2]
@@ -64,7 +64,7 @@ def _measure_round(
 ) -> tuple[tuple[str, float, int], Sequence[Timings]]:
     """Let the workers measure a round together; return the first one's device, with its memory and processors, and the
     timings of each. Raises WorkerFailed."""
-    numbers = sorted(crew.members)
+    numbers = sorted(crew.ready_members_by_number)
     seats = [numbers[rank] for rank in calibration_round.mesh_ranks]
     crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
     method = Worker.measure_kernels if calibration_round.tier == "kernels" else Worker.measure_collectives

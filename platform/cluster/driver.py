@@ -29,7 +29,7 @@ from platform.cluster.crew.launchers import open_crew
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.cluster.endings import DONE, FAILED, DriverState, Unsaved, report_end
 from platform.cluster.run_directory import RunDirectory
-from platform.cluster.shown_commands import Command, Phases, list_next_commands
+from platform.cluster.shown_commands import Command, PhaseTimes, list_next_commands
 from platform.config.extensions import flatten_own_settings
 from platform.config.fields import Config, training_objective_name
 from platform.config.ramps import count_earlier_samples
@@ -62,7 +62,7 @@ def drive_run(
     command: Command | None = None,
     worker: str = "",
     guard: CallbackGuard | None = None,
-    phases: Phases | None = None,
+    phases: PhaseTimes | None = None,
 ) -> int:
     """Train the model of `config` under `plan` to the run's last step, as its driver, and return the exit status
     (docs/contract.md). `command`: the command line of the run, by default with the experiment alone. `worker`:
@@ -78,7 +78,7 @@ def drive_run(
         return DONE
     steps = config.train.stop_at or config.train.steps
     command = command or Command([f"+experiment={experiment}"])
-    guard, phases = guard or CallbackGuard(Callbacks()), phases or Phases()
+    guard, phases = guard or CallbackGuard(Callbacks()), phases or PhaseTimes()
     state = DriverState(config, RunDirectory(config.run.dir), command, steps, guard, phases)
     try:
         with StopSignals() as signals, _stop_before_time_limit(config, signals):
@@ -351,9 +351,9 @@ def _drive_crew(run: RunContext, state: DriverState, dead_driver_step: int | Non
             if crew.came is not None:
                 state.phases.reach_phase("first_process", crew.came)
             from platform.cluster.control.controller import Controller
-            from platform.cluster.control.former import Former
+            from platform.cluster.control.former import GenerationFormer
 
-            state.controller = controller = Controller(run, Former(run))
+            state.controller = controller = Controller(run, GenerationFormer(run))
             controller.train_to_last_step(crew)
     finally:
         run.journal.write(events.Released())

@@ -22,7 +22,7 @@ from platform.boundary.terminal import print_line
 from platform.boundary.world_faults import UNAVAILABLE, is_external_fault
 from platform.cluster.crew.failures import ClusterLost, GaveUp, NoPlaces, WorkerFailed
 from platform.cluster.crew.signals import Stopped
-from platform.cluster.shown_commands import Phases, phase_table
+from platform.cluster.shown_commands import PhaseTimes, phase_table
 from platform.config.fields import Config
 from platform.monitor import Journal, MetricsRow, RunMonitor, compute_goodput, cost_line, events, tell_story
 from platform.plan.layout import format_count
@@ -54,7 +54,7 @@ class DriverState:
     command: Command
     steps: int
     guard: CallbackGuard
-    phases: Phases
+    phases: PhaseTimes
     journal: Journal | None = None
     monitor: RunMonitor | None = None
     checkpoints: Checkpoints | None = None
@@ -72,7 +72,7 @@ class DriverState:
 
     def note_step(self, row: MetricsRow) -> None:
         """Note a training step that the run has committed, and pass its row of metrics to the user's callback."""
-        self.phases.note_step()
+        self.phases.note_last_step()
         self.guard.call_on_step(row)
 
     @property
@@ -224,7 +224,7 @@ def _report_failure_costs(journal: Journal, monitor: RunMonitor) -> None:
         monitor.say(text)
 
 
-def _report_run_phases(phases: Phases, journal: Journal, monitor: RunMonitor) -> None:
+def _report_run_phases(phases: PhaseTimes, journal: Journal, monitor: RunMonitor) -> None:
     """Report to journal and user how long each phase of the run's start and end took; the run ends with this."""
     phases.reach_phase("ended")
     reached: dict[str, Any] = dict(phases.seconds)

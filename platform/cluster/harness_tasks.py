@@ -116,10 +116,10 @@ class HarnessTasks:
         self._loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
         with _fix_random_seeds():
             manager = _open_task_manager(set(names), folder)
-            lines = [line for name in names if (line := self._load_tasks(manager, name, shots, key))]
+            lines = [line for name in names if (line := self._load_or_refuse_tasks(manager, name, shots, key))]
         refuse_all(lines)
 
-    def _load_tasks(self, manager: TaskManager, name: str, shots: int | None, key: str) -> str:
+    def _load_or_refuse_tasks(self, manager: TaskManager, name: str, shots: int | None, key: str) -> str:
         """Load the lm-eval tasks called `name`; return "", or the line that refuses them, which names `key`."""
         if name not in manager.all_tasks:
             return format_violation(key, name, "unknown", closest_values(name, manager.all_tasks)[:3])

@@ -380,8 +380,8 @@ def _suggest_best_plan(config: Config, command: Command, workers: int, device: D
     other.plan.search = [key for key in OPEN_KEYS if key not in fixed]
     with suppress(ConfigError):
         plan_choice = choose_plan(other, workers, device.memory, choose_pricing_hardware(config, device.name))
-        if plan_choice and plan_choice.best_finalist:
-            typed = plan_choice.space.format_overrides(plan_choice.best_finalist.choice)
+        if plan_choice and plan_choice.quickest_fitting_finalist:
+            typed = plan_choice.space.format_overrides(plan_choice.quickest_fitting_finalist.choice)
             kind = "GPU" if device_kind(config) == "cuda" else "worker"
             return f"; the best plan for {format_count(workers, kind)}: {command.format_with_overrides(typed)}"
     return ""

@@ -99,7 +99,7 @@ def has_lost_worker(directory: Path) -> bool:
     return any(isinstance(event, events.GaveUp) for event in life) and bool(failures) and failures[-1].kind == "died"
 
 
-def has_nothing_saved(directory: Path) -> bool:
+def has_steps_but_no_checkpoint(directory: Path) -> bool:
     """Return True if a run directory shows steps, and no checkpoint saved or restored. Raises Malformed, OSError."""
     journal = read_journal(directory)
     has_checkpoint = any(isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in journal)

@@ -31,7 +31,7 @@ from platform.plan.simulate import stage_rows
 from platform.predict.choose_schedule import build_generation_model, build_schedule, violations_of_kernel
 from platform.train import environment_proof
 from platform.weights.importing import keys_of_saved_model, open_initial_weights
-from platform.weights.model_folder import CONFIG, GENERATION, SavedModel, read_companion_files
+from platform.weights.model_folder import CONFIG, GENERATION, SavedModel, read_companions_and_tokenizer_lack
 from platform.weights.tensor_names import parse_stored_model
 
 
@@ -118,7 +118,7 @@ def _find_checkpoint_storage(directory: Path) -> str:
 def _read_saved_model(url: str) -> TrainedModel:
     """Return the trained model that transformers saved in the folder at `url`."""
     saved = SavedModel(url, NAME)
-    files, _ = read_companion_files(saved, NAME)
+    files, _ = read_companions_and_tokenizer_lack(saved, NAME)
     ends = saved.config.get("eos_token_id")
     if GENERATION not in files and isinstance(ends, list):  # as older models say it
         files[GENERATION] = json.dumps({"eos_token_id": ends}).encode()

@@ -130,7 +130,7 @@ _EVENTS = {  # of the journal -> phase
 }  # fmt: skip
 
 
-class Phases:
+class PhaseTimes:
     """Times at which one driver reached each of PHASES for the first time, of "last_step" for the last time.
     `seconds`: phase -> seconds since `start`, a reading of the monotonic clock; by default now."""
 
@@ -148,7 +148,7 @@ class Phases:
         if phase := _EVENTS.get(word):
             self.reach_phase(phase)
 
-    def note_step(self) -> None:
+    def note_last_step(self) -> None:
         """Record the time at which the run has committed a training step: the last one, as far as is known."""
         self.seconds["last_step"] = monotonic() - self._start
 

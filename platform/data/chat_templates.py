@@ -14,7 +14,7 @@ import numpy as np
 
 from platform.boundary.confinement import (
     Limits,
-    Parser,
+    ParserProcess,
     borrow_parser_process,
     compute_limits,
     release_parser_process,
@@ -80,7 +80,7 @@ class ConfinedTokenizer:
 
     def _start_parser(self) -> None:
         """Start the child process that runs this tokenizer, and take over its tokens and ids. Raises Malformed."""
-        self._parser: Parser = borrow_parser_process(_PARSER)
+        self._parser: ParserProcess = borrow_parser_process(_PARSER)
         finalize(self, release_parser_process, self._parser)
         bounds = _parsing_limits(len(self._raw))
         answer = self._parser.request_answer({"do": "open"}, self._raw, bounds)

@@ -18,7 +18,7 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, iterate_texts, map_nested_values, shorten_value
 from platform.config.fields import Data
 from platform.data.chat_templates import ANSWERS, REASONING, Conversation, Tools, parse_conversation, read_message_text
-from platform.data.data_files import ROWS, DataFile, format_suffix, name_file_in_errors, replace_surrogates
+from platform.data.data_files import ROWS, DataFile, name_file_in_errors, replace_surrogates, uncompressed_suffix
 from platform.data.source_kind import UNREAD
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def read_instructions(
     fields = [data.field, data.target_field, data.input_field or ALPACA_INPUT, *_FIELDS]
     for file in files:
         with name_file_in_errors(file, key):
-            for place, values in ROWS[format_suffix(file)](file, fields):
+            for place, values in ROWS[uncompressed_suffix(file)](file, fields):
                 kept = {k: v for k, v in values.items() if k not in data.unread and v is not None}
                 named = _adapt_keys_to_record(kept, data, f"{key}={getattr(data, key.partition('.')[2])}")
                 if instruction := _parse_instruction(kept, named, f"{key}={file}: {place}", place):

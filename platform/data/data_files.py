@@ -47,7 +47,7 @@ def file_size(file: DataFile) -> int:
     return file.size if isinstance(file, RemoteFile) else file.stat().st_size
 
 
-def format_suffix(file: DataFile) -> str:
+def uncompressed_suffix(file: DataFile) -> str:
     """Return the suffix of a data file that gives its format, such as ".jsonl", without a suffix of compression."""
     name = file.name
     for packed in PACKED:
@@ -278,7 +278,7 @@ def find_files_in_folder(folder: Path, endings: list[str], skip: set[str]) -> li
         looking.count_names(len(folders) + len(names))
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         visible = (Path(parent, name) for name in names if not name.startswith("."))
-        files += [path for path in visible if format_suffix(path) in endings]
+        files += [path for path in visible if uncompressed_suffix(path) in endings]
     return sorted(file for file in files if file.is_file())
 
 
@@ -286,7 +286,7 @@ def _find_remote_files(key: str, url: str, endings: list[str]) -> list[DataFile]
     """Find the data files at a URL: a file, a glob or a folder of a remote storage. Raises ConfigError, naming the
     configuration `key`, if there is none or the storage refuses."""
     try:
-        files = find_remote_files(url, lambda name: format_suffix(Path(name)) in endings)
+        files = find_remote_files(url, lambda name: uncompressed_suffix(Path(name)) in endings)
     except FileNotFoundError:
         raise ConfigError(f"{key}={strip_url_secrets(url)}: no such file") from None
     except Exception as error:  # a client library may raise anything

@@ -20,7 +20,7 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Data
 from platform.data import data_files, tokenizer
-from platform.data.data_files import ENDINGS, ROWS, DataFile, content_hash, file_size, find_data_files, format_suffix
+from platform.data.data_files import ENDINGS, ROWS, DataFile, content_hash, file_size, find_data_files
 from platform.data.mixture import permute_indices
 from platform.data.tokenizer import Vocabulary, extra_special_tokens, open_vocabulary, read_chat_template
 from platform.data.tokenizer_files import JSON, TEMPLATE
@@ -199,7 +199,7 @@ class SourceKind:
         digest = hashlib.sha256()
         for _, document in [] if files else self._read_first_block(files, data):
             digest.update(document.encode() if isinstance(document, str) else document.astype("<i8").tobytes())
-        stamps = [[format_suffix(file), *data_files.sample_file_content(file)] for file in files] or [
+        stamps = [[data_files.uncompressed_suffix(file), *data_files.sample_file_content(file)] for file in files] or [
             [digest.hexdigest()]
         ]
         held = [content_hash(file) for file in self.find_held_out_files(data)]
@@ -419,7 +419,7 @@ def hash_file_contents(files: Sequence[DataFile]) -> list[list[Any]]:
     formats = {end: end if end != ".jsonl" else True for end in ROWS}
     with show_phase("hashing files", sum(map(file_size, files)), "B") as shown:
         shown_files = shown.iterate_parts(files, file_size)
-        return [[formats.get(format_suffix(file), False), content_hash(file)] for file in shown_files]
+        return [[formats.get(data_files.uncompressed_suffix(file), False), content_hash(file)] for file in shown_files]
 
 
 def check_largest_id(largest: int, vocab: int) -> None:

@@ -281,8 +281,8 @@ class StepView:
 def find_reading_ranks(plan: Plan) -> list[ReadingRanks]:
     """Return which ranks of a plan read which part of a microbatch's sequences, each part once; what a rank reads for
     several operations counts once."""
-    ranks: dict[_ReadPart, list[int]] = {}
-    seats: dict[_ReadPart, str] = {}
+    ranks: dict[_MicrobatchPart, list[int]] = {}
+    seats: dict[_MicrobatchPart, str] = {}
     stages = [plan.stage_part(stage) for stage in range(plan.num_stages)]
     layouts = [dict.fromkeys(x for name, r in s.reader_layouts.items() if name != "source" for x in r.values())
                for s in stages]  # fmt: skip
@@ -294,7 +294,7 @@ def find_reading_ranks(plan: Plan) -> list[ReadingRanks]:
                 (first, count), *_ = _list_read_stretches(stage, "batch", layout, coordinates)
                 tokens = _list_read_stretches(stage, "length", layout, coordinates)
                 axes = plan.mesh.order_axes([*layout["batch"], *layout["length"]])
-                part = _ReadPart((first, first + count), tokens)
+                part = _MicrobatchPart((first, first + count), tokens)
                 rank_parts[part] = " ".join(f"{axis} {coordinates[axis]}" for axis in axes)
         for part in rank_parts:
             if not any(part is not other and part.is_inside(other) for other in rank_parts):
@@ -308,13 +308,13 @@ def _list_read_stretches(stage: Plan, dim: str, layout: Layout, coordinates: Map
     return tuple((first, n) for first, n in stage.planner.stretches_of_rank(dim, stage.sizes[dim], layout, coordinates))
 
 
-class _ReadPart(NamedTuple):
+class _MicrobatchPart(NamedTuple):
     """Part of a microbatch: some of its sequences, and of each the tokens in some stretches, (first, number)."""
 
     rows: Stretch
     tokens: tuple[tuple[int, int], ...]
 
-    def is_inside(self, other: _ReadPart) -> bool:
+    def is_inside(self, other: _MicrobatchPart) -> bool:
         """Return True if `other` contains this part."""
         inside = all(any(a <= first and first + n <= a + m for a, m in other.tokens) for first, n in self.tokens)
         return inside and other.rows[0] <= self.rows[0] and self.rows[1] <= other.rows[1]

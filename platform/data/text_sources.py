@@ -36,9 +36,9 @@ from platform.data.data_files import (
     ROWS,
     DataFile,
     find_data_files,
-    format_suffix,
     name_file_in_errors,
     replace_surrogates,
+    uncompressed_suffix,
 )
 from platform.data.source_kind import KINDS, Documents, Encoded, SourceKind, Splits, hash_file_contents
 from platform.data.token_files import encode_tokens
@@ -53,7 +53,7 @@ def find_instruction_files(data: Data) -> list[DataFile]:
     if not data.path:
         raise ConfigError(f"data.path: data={data.kind} needs a file of records: {', '.join(ROWS)}")
     files = find_data_files("data.path", data.path, ENDINGS)
-    if other_files := [file for file in files if format_suffix(file) not in ROWS]:
+    if other_files := [file for file in files if uncompressed_suffix(file) not in ROWS]:
         raise ConfigError(f"data.path={other_files[0]}: no file of records, which end with {', '.join(ROWS)}")
     return files
 
@@ -180,7 +180,7 @@ def read_documents(files: Iterable[DataFile], data: Data, key: str = "data.path"
     """
     number = -1
     for file in files:
-        reader = _read_record_texts if format_suffix(file) in ROWS else _read_text_pieces
+        reader = _read_record_texts if uncompressed_suffix(file) in ROWS else _read_text_pieces
         with name_file_in_errors(file, key):
             for begins, piece in reader(file, data):
                 number += begins
@@ -220,7 +220,7 @@ def _decode_block(
 
 def _read_record_texts(file: DataFile, data: Data) -> Iterator[tuple[bool, str]]:
     """Yield (True, text of field `data.field`) of each record in a data file, a document each; skip empty texts."""
-    for record in ROWS[format_suffix(file)](file, [data.field]):
+    for record in ROWS[uncompressed_suffix(file)](file, [data.field]):
         if text := data_files.read_field_text(record, data.field):
             yield True, text
 
@@ -357,7 +357,7 @@ def find_pair_files(data: Data) -> list[DataFile]:
         return list(find_stdlib_files(data))
     named = {"data.path": data.path, "data.target_path": data.target_path}
     file_groups = [find_data_files(key, path) for key, path in named.items() if path]
-    of_rows = len(file_groups) == 1 and all(format_suffix(file) in ROWS for file in file_groups[0])
+    of_rows = len(file_groups) == 1 and all(uncompressed_suffix(file) in ROWS for file in file_groups[0])
     if of_rows or [len(f) for f in file_groups] == [1, 1]:
         return [file for part in file_groups for file in part]
     raise ConfigError(f"data.path={data.path}: data=pairs needs .jsonl files, or one file and data.target_path=FILE")
@@ -400,7 +400,7 @@ def _read_record_pairs(file: DataFile, data: Data) -> Iterator[tuple[str, str]]:
     ConfigError for a record that lacks one."""
     fields = [data.field, data.target_field]
     with name_file_in_errors(file):
-        for place, values in ROWS[format_suffix(file)](file, fields):
+        for place, values in ROWS[uncompressed_suffix(file)](file, fields):
             texts = [values.get(name) for name in fields]
             if not all(isinstance(text, str) for text in texts):
                 raise ConfigError(f"{place} has no texts data.field={fields[0]} and data.target_field={fields[1]}")

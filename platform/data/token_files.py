@@ -18,7 +18,7 @@ from platform.boundary.documents import open_regular_file
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data import data_files, source_kind
-from platform.data.data_files import ROWS, DataFile, content_hash, file_size, format_suffix, name_file_in_errors
+from platform.data.data_files import ROWS, DataFile, content_hash, file_size, name_file_in_errors, uncompressed_suffix
 from platform.data.source_kind import KINDS, Documents, Encoded, SourceKind, describe_splits, is_streamed
 from platform.data.tokenizer import Vocabulary
 from platform.plan.layout import format_count
@@ -109,7 +109,7 @@ def find_token_files(data: Data) -> list[DataFile]:
     files = [
         file for file in data_files.find_data_files("data.path", data.path, ENDINGS) if not file.name.endswith(".idx")
     ]
-    if is_streamed(data) and not all(format_suffix(file) in ROWS for file in files):
+    if is_streamed(data) and not all(uncompressed_suffix(file) in ROWS for file in files):
         reason = ".bin files are read where they lie, without a copy"
         raise ConfigError("data.streaming", True, reason, [False])
     return files
@@ -258,18 +258,21 @@ def _deciding_values(data: Data, files: Sequence[DataFile]) -> list[Any]:
         each = [(file, [index] if isinstance(file, Path) and (index := find_index_file(file)) else []) for file in some]
         content = {
             file: content_hash(file)
-            if reads_whole or format_suffix(file) in ROWS
+            if reads_whole or uncompressed_suffix(file) in ROWS
             else data_files.sample_file_content(file)
             for file in some
         }
-        return [[*map(format_suffix, [file, *index]), content[file], *map(content_hash, index)] for file, index in each]
+        return [
+            [*map(uncompressed_suffix, [file, *index]), content[file], *map(content_hash, index)]
+            for file, index in each
+        ]
 
     return ["tokens", hash_files(files), hash_files(held_out_files), data.field, data.dtype]
 
 
 def _are_bin_files_short(files: Sequence[DataFile]) -> bool:
     """Return True if .bin files of tokens are short enough to be checked as a whole before a run, not in training."""
-    return sum(file_size(file) for file in files if format_suffix(file) not in ROWS) <= _WHOLE
+    return sum(file_size(file) for file in files if uncompressed_suffix(file) not in ROWS) <= _WHOLE
 
 
 def _describe_bin_files(
@@ -308,11 +311,11 @@ def read_tokens(
     and the place, for a value that is no list of tokens of the vocabulary."""
     number = 0
     for file in files:
-        if format_suffix(file) not in ROWS:
+        if uncompressed_suffix(file) not in ROWS:
             locate_tokens(file, data)
             continue
         with name_file_in_errors(file, key):
-            for place, values in ROWS[format_suffix(file)](file, [data.field]):
+            for place, values in ROWS[uncompressed_suffix(file)](file, [data.field]):
                 if data.field not in values:
                     raise ConfigError(f"data.field={data.field} is missing in {place}")
                 ids = _parse_token_ids(values[data.field])
@@ -350,7 +353,7 @@ class TokenKind(SourceKind):
         tokens.bin for records; .bin files are only referred to. Return its description. Raises ConfigError, also for
         tokens that a vocabulary of `vocab` entries does not have."""
         held_out_files = self.find_held_out_files(data)
-        forms = {format_suffix(file) in ROWS for file in (*files, *held_out_files)}
+        forms = {uncompressed_suffix(file) in ROWS for file in (*files, *held_out_files)}
         if len(forms) > 1:
             raise ConfigError(f"data.path={data.path}: .bin files beside records of tokens; name either by a glob")
         if True in forms:

@@ -120,10 +120,10 @@ def _keep_ray_logs(arguments: argparse.Namespace) -> int:
 
 def _supervise_run(arguments: argparse.Namespace) -> int:
     """Supervise the drivers of a run, and stop its Ray job, if it is in one; return the exit status."""
-    from platform.jobs.supervisor import Supervisor, SupervisorOptions, end_ray_job
+    from platform.jobs.supervisor import DriverSupervisor, SupervisorOptions, end_ray_job
 
     try:
-        status = Supervisor(_build_options(SupervisorOptions, arguments)).run()
+        status = DriverSupervisor(_build_options(SupervisorOptions, arguments)).run()
     except ConfigError as error:
         status = report_refusal(error, "config")
     end_ray_job(status)

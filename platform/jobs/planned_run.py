@@ -196,8 +196,9 @@ def _settle_plan(config: Config, options: JobOptions, words: list[str]) -> tuple
     `words`, its arguments, with these values."""
     replicas, chooses = config.parallel.data == -1, bool(config.plan.search)
     world = options.nodes * workers_per_node(options, 0) if replicas or chooses else None
-    if chooses and (search := choose_plan(config, world or 0)) and search.best_finalist:
-        words, replicas = replace_overrides(words, search.space.format_overrides(search.best_finalist.choice)), False
+    if chooses and (search := choose_plan(config, world or 0)) and search.quickest_fitting_finalist:
+        words = replace_overrides(words, search.space.format_overrides(search.quickest_fitting_finalist.choice))
+        replicas = False
     plan = make_plan(config, world)
     config.parallel.data = plan.num_replicas
     return plan, [*words, *([f"parallel.data={plan.num_replicas}"] if replicas else [])]

@@ -33,7 +33,7 @@ from platform.cluster.crew import leftovers
 from platform.jobs.job_state import NodeLog
 from platform.jobs.rank import PID, STATUS
 from platform.jobs.ray_node import find_free_port, is_listening
-from platform.jobs.supervisor import END_JOB, TERMINATED, Supervisor, SupervisorOptions, read_or_default
+from platform.jobs.supervisor import END_JOB, TERMINATED, DriverSupervisor, SupervisorOptions, read_or_default
 from platform.launch import FAILED, STOPPED
 
 # Board on which the pods of a job report to each other: small files in a folder that all of them see.
@@ -159,7 +159,7 @@ def build_torch_command(
     ]
 
 
-class TorchNode(leftovers.Marked):
+class TorchNode(leftovers.MarkedPrograms):
     """torchrun on this node, at most one at a time; a context that ends its processes and removes its files."""
 
     def __init__(self, options: PodOptions, run_dir: Path):
@@ -348,7 +348,7 @@ def _run_first_pod(o: PodOptions, supervision: SupervisorOptions) -> int:
             """Prepare a driver that torchrun on all pods starts, for the supervisor, which waits for its end."""
             return _TorchrunDriver(node, lives, o, supervision.run_dir, launch)
 
-        supervisor = Supervisor(supervision, start=start_driver)
+        supervisor = DriverSupervisor(supervision, start=start_driver)
         watch = threading.Thread(target=_watch_lives, args=(lives, supervisor, over), daemon=True)
         watch.start()
         try:
@@ -361,7 +361,7 @@ def _run_first_pod(o: PodOptions, supervision: SupervisorOptions) -> int:
     return status
 
 
-def _watch_lives(lives: _TorchrunLives, supervisor: Supervisor, over: threading.Event) -> None:
+def _watch_lives(lives: _TorchrunLives, supervisor: DriverSupervisor, over: threading.Event) -> None:
     """Replace the driver when a new start of torchrun would get pods back, or a pod is leaving."""
     reported: TorchrunLife | None = None
     while not over.wait(_LOOK_SECONDS):

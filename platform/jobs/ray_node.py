@@ -40,7 +40,7 @@ from platform.cluster.crew.channel import find_interface, list_addresses
 from platform.cluster.crew.job import usable_cores
 from platform.cluster.crew.leftovers import block_sigterm
 from platform.jobs.job_state import read_last_log_lines, save_ray_log_ends
-from platform.jobs.supervisor import END_JOB, Supervisor, SupervisorOptions, wait_until
+from platform.jobs.supervisor import END_JOB, DriverSupervisor, SupervisorOptions, wait_until
 from platform.launch import FAILED
 
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
@@ -189,7 +189,7 @@ def build_ray_environment(address: str, environment: Mapping[str, str]) -> dict[
     return {**dict.fromkeys(names, interface), **environment}
 
 
-class RayNode(leftovers.Marked):
+class RayNode(leftovers.MarkedPrograms):
     """Ray of one node, and the directory of its files; a context that ends its processes and removes the directory,
     however this process ends."""
 
@@ -219,13 +219,13 @@ class RayNode(leftovers.Marked):
         """Return the path of this node's file with the output of the command `ray start`."""
         return Path(self.directory, "ray.out")
 
-    def read_last_output(self) -> str:
+    def read_ray_start_output(self) -> str:
         """Return the last lines that the command `ray start` has printed on this node."""
         return "\n".join(read_last_log_lines(self._output_path, _SAID_LINES))
 
     def keep_logs(self, run_dir: Path | None) -> None:
         """Keep the end of what Ray has written on this node in the run directory, as `save_ray_log_ends` says."""
-        save_ray_log_ends(run_dir, self.directory, self.read_last_output())
+        save_ray_log_ends(run_dir, self.directory, self.read_ray_start_output())
 
     def announce_departure(self, head: str) -> bool:
         """Announce to Ray's head that this node leaves: the run saves, Ray ends. Return False if it has not joined."""
@@ -274,7 +274,9 @@ class _RayHead:
             self._node.keep_logs(o.run_dir)
             tried = f"attempt {attempt + 1} of {_ATTEMPTS}"
             host = gethostname()
-            print_line(f"{self._node.read_last_output()}\nnode: {host}: Ray's head did not start, {tried}", sys.stderr)
+            print_line(
+                f"{self._node.read_ray_start_output()}\nnode: {host}: Ray's head did not start, {tried}", sys.stderr
+            )
         raise ConfigError("node: Ray's head does not start on this node; what it says is above")
 
     def prepare_environment(self) -> dict[str, str]:
@@ -282,7 +284,7 @@ class _RayHead:
         Raises ConfigError if it does not start."""
         if not self._node.is_running:
             why = f"node: {gethostname()}: Ray's head has ended, as above: it is started again"
-            print_line(f"{self._node.read_last_output()}\n{why}", sys.stderr)
+            print_line(f"{self._node.read_ray_start_output()}\n{why}", sys.stderr)
             self._node.end()
             self._node.keep_logs(self._options.run_dir)
             self.start_head()
@@ -296,12 +298,12 @@ def run_head(options: NodeOptions, supervision: SupervisorOptions) -> int:
     with RayNode(options) as node:
         head = _RayHead(node, options)
         head.start_head()
-        supervisor = Supervisor(supervision, head.prepare_environment)
+        supervisor = DriverSupervisor(supervision, head.prepare_environment)
         threading.Thread(target=_watch_stop_file, args=(node, options.shared / STOP, supervisor), daemon=True).start()
         return supervisor.run()
 
 
-def _watch_stop_file(node: RayNode, stop: Path, supervisor: Supervisor) -> None:
+def _watch_stop_file(node: RayNode, stop: Path, supervisor: DriverSupervisor) -> None:
     """Wait for the file `stop`, then ask for a stop of the job. Without a head Ray ends the driver after a minute, in
     which that can still save: have it replaced."""
     while not stop.exists():
@@ -334,7 +336,7 @@ def run_worker_node(options: NodeOptions) -> int:
                 wait_until(lambda: over() or not node.is_running, options.drain)
             if not (node.is_running or ends()):
                 why = f"node: {gethostname()}: Ray has ended here; it joins again"
-                print_line(f"{node.read_last_output()}\n{why}", sys.stderr)
+                print_line(f"{node.read_ray_start_output()}\n{why}", sys.stderr)
                 run_dir = _read_head_value(shared, "run_dir")
                 node.keep_logs(Path(run_dir) if run_dir else None)
             node.end()

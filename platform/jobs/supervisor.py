@@ -185,7 +185,7 @@ def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> D
         return subprocess.Popen([*LAUNCHER, *arguments], env=environment)
 
 
-class Supervisor:
+class DriverSupervisor:
     """Runs drivers one after the other until the rule says that the job ends. `environment`: gives, before each driver,
     variables for it beside this process's own (Ray's address, which may change); `start`: starts one with arguments and
     an environment."""
@@ -301,7 +301,7 @@ class Supervisor:
     def _resume_override(self, run_dir: Path) -> list[str]:
         """Return ["checkpoint.resume=never"] if the last driver was lost before its first checkpoint, else []."""
         chosen = any(word.lstrip("+").startswith("checkpoint.resume=") for word in self._o.launch)
-        starts_over = not chosen and read_or_default(run_directory.has_nothing_saved, run_dir, False)
+        starts_over = not chosen and read_or_default(run_directory.has_steps_but_no_checkpoint, run_dir, False)
         return ["checkpoint.resume=never"] if starts_over else []
 
     def _report_spent_retries(self, used: int) -> int:

@@ -60,7 +60,7 @@ class FailureCost:
         return self.stopped + self.repeated + self.fewer
 
 
-class Account:
+class TimeAccount:
     """Account of a run's time, which takes the events of its journal one by one: its `periods` in order, and its
     `failures` with their costs. `useful_seconds`: the seconds of committed steps, without steps that a rollback repeats
     or a driver leaves unsaved at its end or death. Other sums are as in Goodput."""
@@ -220,10 +220,10 @@ class Account:
 
 def build_account(
     journal: Iterable[JournalEvent], now: float = 0.0, step_seconds: Mapping[int, float] | None = None
-) -> Account:
+) -> TimeAccount:
     """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work. The
     `step_seconds` of each step separate the first step of a mesh from the start before it."""
-    account = Account(step_seconds or {})
+    account = TimeAccount(step_seconds or {})
     for event in journal:
         account.enter_event(event)
     account.close_period(max(now, account.last))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Update:
+class OptimizerUpdate:
     """Update of the parameters of a worker at mesh coordinates `at` of a plan. `parts`: elements of each parameter of
     which it updates a part."""
 
@@ -47,7 +47,7 @@ class Update:
         return self.itemsize * max(self.parts.values(), default=0)
 
 
-def muon_scratch_bytes(o: Optimizer, update: Update) -> int:
+def muon_scratch_bytes(o: Optimizer, update: OptimizerUpdate) -> int:
     """Return the bytes of temporary memory of one Muon update: Nesterov's sums of all matrices at once, if used, plus
     the most that one bucket needs: its gathered buffer and the larger of its shard (0 if not sharded) and the
     Newton-Schulz iteration of its largest matrix."""
@@ -63,7 +63,7 @@ def muon_scratch_bytes(o: Optimizer, update: Update) -> int:
     return wide * nesterov_elements + most
 
 
-def adafactor_scratch_bytes(o: Optimizer, update: Update) -> int:
+def adafactor_scratch_bytes(o: Optimizer, update: OptimizerUpdate) -> int:
     """Return the bytes of temporary memory of one Adafactor update: the second moments of the largest parameter,
     rebuilt from its rows and columns, and the sums over ranks for all parameters."""
     plan = update.plan
@@ -88,7 +88,7 @@ def _newton_schulz_bytes(plan: Plan, p: Parameter, wide: int) -> int:
 
 def iterate_updated_parts(plan: Plan, at: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Yield (name, elements) for each parameter of which the worker at mesh coordinates `at` updates a part: the
-    entries of `Update.parts`."""
+    entries of `OptimizerUpdate.parts`."""
     for p in plan.stage_part(at["stage"]).parameters:
         if p.name not in plan.frozen and plan.has_block(p, at):
             start, stop = plan.shard_range(p, at)
@@ -115,7 +115,7 @@ class OptimizerKind:
     make: Callable[..., torch.optim.Optimizer]
     moments: int | Callable[[Optimizer], int]
     divides: bool = False
-    scratch: Callable[[Optimizer, Update], int] = lambda o, update: 0
+    scratch: Callable[[Optimizer, OptimizerUpdate], int] = lambda o, update: 0
     needs: Need = ELEMENT
 
 

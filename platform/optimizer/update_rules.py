@@ -63,14 +63,14 @@ class Adafactor(torch.optim.Optimizer):
                 self._ensure_state(w, None)["step"] += 1
             return
         owned = {n: (w, g) for g in self.param_groups for n, w in zip(g.get("names", ()), g["params"], strict=False)}
-        local_sums = {name: [*self._sum_sides(name, w), _sum_squares(w)] for name, (w, _) in owned.items()}
+        local_sums = {name: [*self._sum_local_sides(name, w), _sum_squares(w)] for name, (w, _) in owned.items()}
         sums = self.factors.sum_over_ranks(local_sums)
         local_sums = {name: [self._divide_gradient(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
         totals = self.factors.sum_over_ranks(local_sums, totals=True)
         for name, (w, group) in owned.items():
             self._apply_update(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
 
-    def _sum_sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
+    def _sum_local_sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
         """Return the sums by row and by column of this rank's squared gradient of a matrix; () for other parameters."""
         assert w.grad is not None, "every part has a gradient"
         return self.factors.squares_by_side(name, w.grad) if self.factors.matrix_shape(name) else ()

@@ -278,7 +278,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
     """Print the explanation as text or JSON, or with `--shrink` the plans for fewer and fewer workers, with `--check`
     mistakes, with `--diff` what differs between two plans; return the exit status."""
     if arguments.diff:
-        return _print_plan_differences(arguments)
+        return _print_differing_predictions(arguments)
     config, plan = _compose_plan(arguments, arguments.overrides)
     if arguments.check:
         return _print_unsound_parts(plan, arguments.json)
@@ -342,13 +342,13 @@ def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str], say
     return config
 
 
-def _print_plan_differences(arguments: argparse.Namespace) -> int:
+def _print_differing_predictions(arguments: argparse.Namespace) -> int:
     """Print what differs between the two plans that `--diff` names, as text or JSON; return the exit status."""
-    from platform.predict.plan_screen import NoExplanation, format_differences, plan_differences
+    from platform.predict.plan_screen import NoExplanation, differing_predictions_by_part, format_differences
 
     one, other = (_explain_diff_argument(arguments, argument) for argument in arguments.diff)
     try:
-        differences = plan_differences(one, other)
+        differences = differing_predictions_by_part(one, other)
     except NoExplanation as error:
         raise ConfigError("--diff", " ".join(arguments.diff), f"{error}, which --json writes") from None
     titles = [f"{name}  {argument or 'as it is'}" for name, argument in zip("AB", arguments.diff, strict=True)]

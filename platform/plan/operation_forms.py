@@ -20,7 +20,7 @@ from platform.plan.layout import Layout
 from platform.plan.model_types import Parameter, Spec
 from platform.plan.operation_plan import Collective, Panels, PlannedOperation
 from platform.plan.plan import Plan
-from platform.plan.rule import LENDING, Conversion, Step
+from platform.plan.rule import LENDING, Conversion, RelayoutStep
 
 SPLIT, PARTIAL, ALONE, WHOLE = "split", "partial", "at index 0 alone", "whole"
 
@@ -108,7 +108,7 @@ def sort_axes(spread: Spread, dims: Sequence[str] = PACKED) -> Spread:
     return spread._replace(split={d: tuple(sorted(a)) if d in dims else a for d, a in spread.split.items()})
 
 
-def apply_step(spread: Spread, step: Step) -> Spread:
+def apply_step(spread: Spread, step: RelayoutStep) -> Spread:
     """Return the spread of a tensor after a step of a conversion. Raises Unsound for a step that takes something else
     than there is, such as a gather of a whole tensor, or that some ranks would take without the others."""
     move = f"{step.op} over {join_axis_names(step.axes)}"
@@ -144,7 +144,7 @@ def apply_step(spread: Spread, step: Step) -> Spread:
     return Spread(split, frozenset(partial), frozenset(only))
 
 
-def _check_ranks_of_step(step: Step, only: Set[str]) -> None:
+def _check_ranks_of_step(step: RelayoutStep, only: Set[str]) -> None:
     """Raise Unsound for a step that ranks take elsewhere than at index 0 of the axes `only`, where the tensor is."""
     if set(step.only) != only:
         move = f"{step.op} over {join_axis_names(step.axes)}"

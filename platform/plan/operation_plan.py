@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from platform.plan.layout import Cut, Layout, Mesh
 from platform.plan.model_types import Operation
-from platform.plan.rule import Conversion, Step
+from platform.plan.rule import Conversion, RelayoutStep
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ class PlannedOperation:
 
 
 def shapes_along_steps(
-    steps: Sequence[Step], shape: tuple[int, ...], mesh: Mesh
-) -> Iterator[tuple[Step, tuple[int, ...], tuple[int, ...]]]:
+    steps: Sequence[RelayoutStep], shape: tuple[int, ...], mesh: Mesh
+) -> Iterator[tuple[RelayoutStep, tuple[int, ...], tuple[int, ...]]]:
     """Yield the steps of a conversion with the local shapes before and after each; `shape`: the first of them."""
     for step in steps:
         before, shape = shape, step.apply_to_shape(shape, mesh.count_ranks(step.axes))

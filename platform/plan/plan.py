@@ -14,7 +14,7 @@ from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Re
 from platform.plan.operation_plan import Collective, PlannedOperation, traffic_bytes
 from platform.plan.operations.registry import OPERATIONS, Ops, count_flops
 from platform.plan.planner import Planner
-from platform.plan.rule import Conversion, Step, relayout_steps
+from platform.plan.rule import Conversion, RelayoutStep, relayout_steps
 from platform.plan.scheme import Scheme
 
 # precision -> bytes per element of each dtype class (`master`: parameters and optimizer state)
@@ -270,24 +270,24 @@ class Plan:
         """Map the name of every parameter to its bucket."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.parameters}
 
-    def reduction_steps(self, bucket: Bucket) -> tuple[list[Step], list[Step]]:
+    def reduction_steps(self, bucket: Bucket) -> tuple[list[RelayoutStep], list[RelayoutStep]]:
         """Return two lists of collective steps that sum a bucket's gradients over ranks, laid out as [shards, elements
         of a shard]: the steps of each microbatch (ZeRO-2 and 3, else none), and the steps at the end of the training
         step. A reduce-scatter comes before an all-reduce, the order that moves the fewest bytes."""
         summed_axes = tuple(a for a in bucket.axes if a not in bucket.sharded)
-        scatter = [Step("reduce_scatter", bucket.sharded, only=bucket.only)] if bucket.sharded else []
-        add = [Step("all_reduce", summed_axes, only=bucket.only)] if summed_axes else []
+        scatter = [RelayoutStep("reduce_scatter", bucket.sharded, only=bucket.only)] if bucket.sharded else []
+        add = [RelayoutStep("all_reduce", summed_axes, only=bucket.only)] if summed_axes else []
         return (scatter, add) if bucket.zero >= 2 else ([], scatter + add)
 
     def adds_gradients_into_sums(self, bucket: Bucket, device: str) -> bool:
         """Return True if kernels on a kind of `device` add gradients straight to the sums of a bucket."""
         return bucket.zero >= 2 or self.itemsize["master"] == self.itemsize["compute"] or ADDS_WIDE[device]
 
-    def gather_steps(self, bucket: Bucket) -> list[Step]:
+    def gather_steps(self, bucket: Bucket) -> list[RelayoutStep]:
         """Return the collective steps that gather a bucket's parameters from their ZeRO shards on all ranks."""
-        return [Step("all_gather", bucket.sharded, only=bucket.only)] if bucket.sharded else []
+        return [RelayoutStep("all_gather", bucket.sharded, only=bucket.only)] if bucket.sharded else []
 
-    def matrix_gather_steps(self, p: Parameter) -> tuple[Step, ...]:
+    def matrix_gather_steps(self, p: Parameter) -> tuple[RelayoutStep, ...]:
         """Return the collective steps that gather a parameter's blocks into whole matrices, to update these."""
         steps = Conversion(relayout_steps(p.dims, self.layout(p), self.matrix_layout(p)))
         return self.planner.fill_shapes(steps, p, self.layout(p), self.matrix_layout(p)).forward

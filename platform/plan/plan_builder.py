@@ -17,7 +17,7 @@ from platform.plan.operations.recorder import IllegalPlan, Recorder, message_of_
 from platform.plan.operations.registry import OPERATIONS, count_flops
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
-from platform.plan.rule import Step, partial_axes
+from platform.plan.rule import RelayoutStep, partial_axes
 from platform.plan.scheme import (
     CONTEXT,
     ModelMistake,
@@ -201,10 +201,10 @@ def _find_deferred_sums(planner: Planner, planned: PlannedOperations) -> dict[Sp
     return {spec: axes for spec, axes in axes_by_spec.items() if axes}
 
 
-def _summable_steps(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[Step]]]:
+def _summable_steps(planned: PlannedOperation) -> Iterator[tuple[Spec, Sequence[RelayoutStep]]]:
     """Yield, of an operation's activations whose sums may be left to others, the steps that would take the sums."""
     inputs, outputs = planned.operation.inputs, planned.operation.outputs
-    pairs: list[tuple[Spec | Parameter, Sequence[Step]]] = []
+    pairs: list[tuple[Spec | Parameter, Sequence[RelayoutStep]]] = []
     for group in planned.groups:
         pairs += [(inputs[0], group.x.backward)]
         pairs += [(inputs[e.index + 1], e.operand.backward) for e in group.einsums]

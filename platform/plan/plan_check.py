@@ -1,6 +1,6 @@
 """Static check of a plan: `find_unsoundness` says, without running it, what of it would compute another number or hang.
 
-Every tensor is followed through the steps of every operation, forward and backward (`Walk`), as a spread over the
+Every tensor is followed through the steps of every operation, forward and backward (`PlanWalk`), as a spread over the
 ranks: whole, split or partial along each mesh axis (`platform.plan.operation_forms`). At the end of a training step
 each gradient must have been summed once over each axis that left it partial, and each token's loss counted once.
 """
@@ -36,7 +36,7 @@ from platform.plan.operation_forms import (
 )
 from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.plan import Plan
-from platform.plan.rule import COLLECTIVES, LENDING, Conversion, Step
+from platform.plan.rule import COLLECTIVES, LENDING, Conversion, RelayoutStep
 from platform.plan.scheme import Scheme
 
 LOSSES = ("cross_entropy", "squared_error")  # kinds of operations that end the forward pass
@@ -44,7 +44,7 @@ FORWARD, BACKWARD = "forward", "backward"
 Space = dict[str, tuple[str, ...]]  # dim -> the axes that split it for all of an operation
 
 
-class Walk:
+class PlanWalk:
     """Walk through the operations of a plan, which remembers in which spreads tensors lie between them."""
 
     def __init__(self, plan: Plan):
@@ -169,7 +169,7 @@ class Walk:
         return known
 
     def _follow_steps(
-        self, tensor: Tensor, spread: Spread, steps: Sequence[Step], phases: Sequence[str], name: str
+        self, tensor: Tensor, spread: Spread, steps: Sequence[RelayoutStep], phases: Sequence[str], name: str
     ) -> Spread:
         """Return the spread of a tensor after `steps`, whose launches are counted in `phases`; `name`: its name
         in messages."""
@@ -224,13 +224,13 @@ def _drop_partial_axes(read: Sequence[tuple[Spread, str]], partial: Sequence[Set
         yield spread._replace(partial=spread.partial - axes), name
 
 
-def _describe_miscut(step: Step, before: Spread, then: Spread, sizes: Sizes, extents: Mapping[str, int]) -> str:
+def _describe_miscut(step: RelayoutStep, before: Spread, then: Spread, sizes: Sizes, extents: Mapping[str, int]) -> str:
     """Return in words in which other blocks a step takes a dim that it moves than it lies in, or ""."""
     for i, d in enumerate(before.split):
         axes, (size, unit) = max(before.split[d], then.split[d], key=len), sizes[d]
         blocks = prod(extents[a] for a in axes)
         cut = Cut(size, axes, blocks, unit) if size % (blocks * unit) else None
-        if step.moves_dim(i) and step.cut_of_dim(i) != cut:
+        if step.moves_dim(i) and step.uneven_cut_of_dim(i) != cut:
             return f"takes the {blocks} blocks of {d}, of size {size}, for {'equal' if cut else 'uneven'} ones"
     return ""
 
@@ -264,14 +264,14 @@ def _check_zigzag_pieces(tensor: Tensor, conversion: Conversion, scheme: Scheme)
             raise Unsound(f"{tensor_title(tensor)}: {mistake}")
 
 
-def _panel_steps(op: str, operand: Operand, spread: Spread) -> list[Step]:
+def _panel_steps(op: str, operand: Operand, spread: Spread) -> list[RelayoutStep]:
     """Return the steps in whose place an operand is passed on in panels, none without: each axis by itself."""
     if not operand.panels and not operand.around:
         return []
     dim = operand.tensor.dims.index(operand.panels.dim if operand.panels else "length")
     axes = operand.around or operand.axes
     axes = axes if op == "reduce_scatter" else axes[::-1]
-    return [Step(op, (axis,), dim, only=tuple(spread.only)) for axis in axes]
+    return [RelayoutStep(op, (axis,), dim, only=tuple(spread.only)) for axis in axes]
 
 
 def _operation_space(spreads: Sequence[tuple[Spread, str]]) -> tuple[Space, frozenset[str]]:
@@ -319,7 +319,7 @@ def find_unsoundness(plan: Plan) -> list[str]:
     lines = [f"at {n} tokens: {line}" for n, shorter in plan.shorter.items() for line in find_unsoundness(shorter)]
     checks = _violations_of_tensors, _violations_of_losses, _violations_of_parameters, _violations_of_buckets
     lines += [line for check in (*checks, _violations_of_chunk_flows) for line in check(plan)]
-    walk = Walk(plan)
+    walk = PlanWalk(plan)
     for chunk in plan.chunks:
         for (kind, name), planned in chunk.operations.items():
             try:

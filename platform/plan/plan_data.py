@@ -19,7 +19,7 @@ from platform.plan.model_types import Operation, Parameter, Recompute, RotarySca
 from platform.plan.operation_plan import Collective, Einsum, EinsumGroup, Panels, PlannedOperation
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
-from platform.plan.rule import Conversion, Step
+from platform.plan.rule import Conversion, RelayoutStep
 from platform.plan.scheme import Scheme
 from platform.plan.step_collectives import communication
 
@@ -28,7 +28,7 @@ _CLASSES: dict[str, type] = {
     "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion, "Cut": Cut, "Einsum": Einsum,
     "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation, "Panels": Panels,
     "Parameter": Parameter, "Plan": Plan, "PlannedOperation": PlannedOperation, "Planner": Planner, "Recompute":
-    Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec, "Step": Step,
+    Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec, "Step": RelayoutStep,
 }  # fmt: skip
 _WORDS = {part: word for word, part in _CLASSES.items()}
 _FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _WORDS}

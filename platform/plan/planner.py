@@ -29,7 +29,7 @@ from platform.plan.rule import (
     SPLIT,
     Contraction,
     Conversion,
-    Step,
+    RelayoutStep,
     contract_layouts,
     plan_operand_conversion,
     plan_result_conversion,
@@ -192,10 +192,12 @@ class Planner:
 
     def fill_shapes(self, conversion: Conversion, tensor: Tensor, source: Layout, target: Layout) -> Conversion:
         """Fill in the local shapes, cuts and dtype of a conversion of `tensor` from layout `source` to `target`, and of
-        steps `Step.shape` where ranks that had nothing get a block, and `Step.zigzag`."""
+        steps `RelayoutStep.shape` where ranks that had nothing get a block, and `RelayoutStep.zigzag`."""
         before, after = self.local_shape(tensor, source), self.local_shape(tensor, target)
 
-        def fill_steps(steps: Sequence[Step], layout: Layout, shape: tuple[int, ...]) -> tuple[Step, ...]:
+        def fill_steps(
+            steps: Sequence[RelayoutStep], layout: Layout, shape: tuple[int, ...]
+        ) -> tuple[RelayoutStep, ...]:
             """Return a conversion's steps with the local shape filled in where ranks without a block get one."""
             steps_with_shapes = shapes_along_steps(self._fill_cuts(steps, tensor, layout), shape, self.mesh)
             shaped = (replace(step, shape=then) if step.op in APPEAR else step for step, _, then in steps_with_shapes)
@@ -206,11 +208,11 @@ class Planner:
         cuts = self.find_cuts(tensor, source), self.find_cuts(tensor, target)
         return Conversion(*steps, before, after, tensor_dtype(tensor), ragged, cuts)
 
-    def _fill_cuts(self, steps: Sequence[Step], tensor: Tensor, layout: Layout) -> tuple[Step, ...]:
-        """Return the steps of a conversion of a tensor from `layout`, with `Step.cuts` filled in."""
+    def _fill_cuts(self, steps: Sequence[RelayoutStep], tensor: Tensor, layout: Layout) -> tuple[RelayoutStep, ...]:
+        """Return the steps of a conversion of a tensor from `layout`, with `RelayoutStep.cuts` filled in."""
         if not self.scheme.uneven:
             return tuple(steps)
-        now, out = {d: layout[d] for d in tensor.dims}, list[Step]()
+        now, out = {d: layout[d] for d in tensor.dims}, list[RelayoutStep]()
         for step in steps:
             moved = dict.fromkeys(tensor.dims) if step.op in APPEAR else {}
             if step.op in JOIN:
@@ -226,7 +228,7 @@ class Planner:
             out.append(replace(step, cuts=tuple((i, cut) for i, cut in dim_cuts if cut)))
         return tuple(out)
 
-    def _fill_zigzag(self, dims: Sequence[str], step: Step) -> Step:
+    def _fill_zigzag(self, dims: Sequence[str], step: RelayoutStep) -> RelayoutStep:
         """Return a step of a conversion with the position, among `dims`, of a dim whose pieces lie in zigzag."""
         if self.scheme.zigzag not in step.axes:
             return step
@@ -258,7 +260,7 @@ class Planner:
         if summed := tuple(a for a in axes if a not in gathered):
             at = next((i for i, s in enumerate(conversion.backward) if s.op == "pad"), len(back))
             only = conversion.backward[at].only if at < len(back) else self.layout(p).only
-            back.insert(at, Step("all_reduce", summed, only=only))
+            back.insert(at, RelayoutStep("all_reduce", summed, only=only))
         extended = replace(conversion, backward=tuple(back))
         layer = dict(operation.attributes).get("layer", "")  # of rows of experts
         return self._add_lending(layer, extended, self.layout(p).only) if layer and self.scheme.lent else extended
@@ -279,7 +281,7 @@ class Planner:
         *_, own_shape = conversion.before, *shapes
         appeared = {a for s in steps[:at] if s.op in APPEAR for a in s.axes}
         remaining_only = tuple(a for a in only if a not in appeared)
-        lend = Step("lend", ("expert",), only=remaining_only, shape=widen_shape(own_shape), layer=layer)
+        lend = RelayoutStep("lend", ("expert",), only=remaining_only, shape=widen_shape(own_shape), layer=layer)
         give_back = replace(lend, op="give_back", shape=own_shape)
         widened = [[replace(s, shape=widen_shape(s.shape)) for s in way] for way in (steps[at:], back[:until])]
         forward, backward = (*steps[:at], lend, *widened[0]), (*widened[1], give_back, *back[until:])
@@ -296,7 +298,7 @@ class Planner:
 
     def collectives_of_steps(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[RelayoutStep],
         shape: tuple[int, ...],
         phase: str,
         dtype: str = "compute",
@@ -316,7 +318,7 @@ class Planner:
                     rows = abs(after[0] - before[0])
                     counted = (rows, *before[1:])
                 op = "all_to_allv" if step.op in LENDING else step.op
-                elements, cut = prod(counted), step.cut_of_dim(step.dim)
+                elements, cut = prod(counted), step.uneven_cut_of_dim(step.dim)
                 if cut and step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
                     elements = elements // before[step.dim] * after[step.dim] * self.mesh.count_ranks(step.axes)
                 room = tuple(unmoved_cuts.values())
@@ -324,12 +326,12 @@ class Planner:
             differ = unmoved_cuts | self._cuts_after_step(step)
         return collectives
 
-    def _cuts_after_step(self, step: Step) -> dict[int, Cut]:
+    def _cuts_after_step(self, step: RelayoutStep) -> dict[int, Cut]:
         """Return by position how the dims that a step moves are cut after it, if their blocks differ."""
         ranks, cuts = self.mesh.count_ranks(step.axes), dict[int, Cut]()
-        if step.op in JOIN and (cut := step.cut_of_dim(step.dim_joined)):
+        if step.op in JOIN and (cut := step.uneven_cut_of_dim(step.dim_joined)):
             cuts[step.dim_joined] = replace(cut, axes=cut.axes[: -len(step.axes)], blocks=cut.blocks // ranks)
-        if step.op in SPLIT and (cut := step.cut_of_dim(step.dim)):
+        if step.op in SPLIT and (cut := step.uneven_cut_of_dim(step.dim)):
             cuts[step.dim] = cut
         return cuts
 

@@ -37,7 +37,7 @@ from platform.plan.layout import Cut, Cuts, Layout, common_prefix
 
 
 @dataclass(frozen=True)
-class Step:
+class RelayoutStep:
     """Move of one tensor between layouts: a collective over the mesh axes `axes`, or a local change, which is free.
     `dim` is the position of the dim that it splits or joins.
 
@@ -76,7 +76,7 @@ class Step:
     rounds: int = 1
     cuts: Cuts = ()
 
-    def cut_of_dim(self, dim: int) -> Cut | None:
+    def uneven_cut_of_dim(self, dim: int) -> Cut | None:
         """Return how the dim at position `dim`, which this step splits or joins, is cut, if its blocks differ."""
         return next((cut for i, cut in self.cuts if i == dim), None)
 
@@ -91,10 +91,10 @@ class Step:
             return self.shape
         out = list(shape)
         if self.op in SPLIT:
-            cut = self.cut_of_dim(self.dim)
+            cut = self.uneven_cut_of_dim(self.dim)
             out[self.dim] = cut.longest_extent() if cut else out[self.dim] // ranks
         if self.op in JOIN:
-            cut = self.cut_of_dim(self.dim_joined)
+            cut = self.uneven_cut_of_dim(self.dim_joined)
             out[self.dim_joined] = cut.longest_extent(ranks) if cut else out[self.dim_joined] * ranks
         return tuple(out)
 
@@ -124,8 +124,8 @@ class Conversion:
     dims whose blocks differ; the shapes are then the shapes of the longest blocks.
     """
 
-    forward: tuple[Step, ...] = ()
-    backward: tuple[Step, ...] = ()
+    forward: tuple[RelayoutStep, ...] = ()
+    backward: tuple[RelayoutStep, ...] = ()
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     dtype: str = "compute"
@@ -133,14 +133,14 @@ class Conversion:
     cuts: tuple[Cuts, Cuts] = ((), ())
 
 
-def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[Step, ...]:
+def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple[RelayoutStep, ...]:
     """Return the fewest moves that bring a tensor with dims `dims` from layout `source` to layout `target`: slices
     first (they shrink what moves), one all-to-all for an axis that moves between dims, gathers of the minor axis first.
     """
     now = {d: list(source[d]) for d in dims}
     only = list(source.only)
     target_axes = {a for d in dims for a in target[d]}
-    steps: list[Step] = []
+    steps: list[RelayoutStep] = []
 
     def next_axis(d: str) -> str | None:
         """Return the mesh axis that the target layout adds next to dim `d`, None if none can be added yet."""
@@ -151,39 +151,39 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
         """Return True if dim `d` is still split over an axis that the target layout lacks there."""
         return list(common_prefix(now[d], target[d])) != now[d]
 
-    def next_move() -> Step | None:
+    def next_move() -> RelayoutStep | None:
         """Return the next move towards the target layout, the cheapest kind first; None once it is reached."""
         used = {a for axes in now.values() for a in axes}
         if dropped := tuple(a for a in target.only if a not in only and a not in used):
             only.extend(dropped)
-            return Step("drop", dropped)
+            return RelayoutStep("drop", dropped)
         wanting = [(i, d, a) for i, d in enumerate(dims) if (a := next_axis(d))]
         for i, d, a in wanting:
             if a in only:
                 only.remove(a)
                 now[d].append(a)
-                return Step("scatter", (a,), i)
+                return RelayoutStep("scatter", (a,), i)
             if a not in used:
                 now[d].append(a)
-                return Step("slice", (a,), i)
+                return RelayoutStep("slice", (a,), i)
         if shared := tuple(a for a in only if a not in target.only and a not in target_axes):
             only[:] = [a for a in only if a not in shared]
-            return Step("broadcast", shared)
+            return RelayoutStep("broadcast", shared)
         for i, d, a in wanting:
             for j, e in enumerate(dims):
                 if e != d and has_surplus_axis(e) and now[e][-1] == a:
                     now[e].pop()
                     now[d].append(a)
-                    return Step("all_to_all", (a,), i, j)
+                    return RelayoutStep("all_to_all", (a,), i, j)
         surplus_dims = sorted((now[d][-1] in target_axes, j) for j, d in enumerate(dims) if has_surplus_axis(d))
         if not surplus_dims:
             return None
         j = surplus_dims[0][1]
         axis = now[dims[j]].pop()
         if axis not in target.only:
-            return Step("all_gather", (axis,), j)
+            return RelayoutStep("all_gather", (axis,), j)
         only.append(axis)
-        return Step("gather", (axis,), j)
+        return RelayoutStep("gather", (axis,), j)
 
     while step := next_move():
         steps.append(step)
@@ -192,7 +192,7 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
     return _fill_only(steps, source.only)
 
 
-def _adjoint_steps(step: Step, partial: Sequence[str], parameter: bool) -> list[Step]:
+def _adjoint_steps(step: RelayoutStep, partial: Sequence[str], parameter: bool) -> list[RelayoutStep]:
     """Return the moves that undo one forward move of an operand's conversion, taken by its gradient, which is `partial`
     over these axes. `parameter`: the operand is one; then a slice is undone by padding with zeros, which keeps the sum
     partial. Raises ValueError for a parameter that would be used at index 0 alone."""
@@ -206,7 +206,7 @@ def _adjoint_steps(step: Step, partial: Sequence[str], parameter: bool) -> list[
         case "broadcast":
             summed = tuple(a for a in step.axes if a in partial)
             unsummed = tuple(a for a in step.axes if a not in partial)
-            return [Step(op, axes) for op, axes in (("drop", unsummed), ("reduce", summed)) if axes]
+            return [RelayoutStep(op, axes) for op, axes in (("drop", unsummed), ("reduce", summed)) if axes]
     if parameter and step.op in ("drop", "gather"):
         raise ValueError("a parameter of every rank would be used at index 0 alone")
     return [replace(step, op=_ADJOINT[step.op])] if step.op != "all_reduce" else []
@@ -216,26 +216,26 @@ _ADJOINT = {"scatter": "gather", "gather": "scatter", "drop": "broadcast", "redu
             "reduce_scatter": "all_gather"}  # fmt: skip
 
 
-def _add_sums(steps: Sequence[Step], source: Layout, target: Layout) -> tuple[Step, ...]:
+def _add_sums(steps: Sequence[RelayoutStep], source: Layout, target: Layout) -> tuple[RelayoutStep, ...]:
     """Return the steps of a conversion with the sums of a tensor that is partial in layout `source`. Where a step takes
     a part of it, that is summed, and what `target` does not leave partial in the end."""
     if not source.partial:
         return tuple(steps)
-    out = list[Step]()
+    out = list[RelayoutStep]()
     for step in steps:
         if step.op == "slice" and step.axes[0] in source.partial:
             step = replace(step, op="reduce_scatter")
         summed = tuple(a for a in step.axes if step.op == "drop" and a in source.partial)
         unsummed = tuple(a for a in step.axes if a not in summed)
         out += [replace(step, axes=unsummed)] if unsummed else []
-        out += [Step("reduce", summed)] if summed else []
+        out += [RelayoutStep("reduce", summed)] if summed else []
     left = tuple(a for a in source.partial if a not in (*target.axes, *target.only, *target.partial))
-    return _fill_only([*out, *([Step("all_reduce", left)] if left else [])], source.only)
+    return _fill_only([*out, *([RelayoutStep("all_reduce", left)] if left else [])], source.only)
 
 
-def _fill_only(steps: Sequence[Step], only: Sequence[str]) -> tuple[Step, ...]:
-    """Fill in which ranks take each move of a conversion (`Step.only`): the axes at whose index 0 alone ranks take the
-    move. `only`: the axes at whose index 0 alone the tensor exists at the start."""
+def _fill_only(steps: Sequence[RelayoutStep], only: Sequence[str]) -> tuple[RelayoutStep, ...]:
+    """Fill in which ranks take each move of a conversion (`RelayoutStep.only`): the axes at whose index 0 alone ranks
+    take the move. `only`: the axes at whose index 0 alone the tensor exists at the start."""
     axes_at_zero = list(only)
     located = []
     for step in steps:
@@ -267,7 +267,7 @@ def plan_operand_conversion(
     if lacking and not parameter:
         # all-reduce the smallest tensor: after steps that shrink it or leave fewer ranks, before steps that widen it
         at = next((i for i, s in enumerate(backward) if s.op in WIDEN), len(backward))
-        backward.insert(at, Step("all_reduce", lacking))
+        backward.insert(at, RelayoutStep("all_reduce", lacking))
     return Conversion(forward, _fill_only(backward, target.only))
 
 
@@ -281,23 +281,23 @@ def plan_result_conversion(dims: Sequence[str], source: Layout, target: Layout, 
     """Return the conversion of an operation's local result with dims `dims`, partial (to be summed) over the axes
     `partial`, to its own layout (the communication rule, step 5): from layout `source` to the wanted `target`; `source`
     is a prefix of `target` in every dim."""
-    forward: list[Step] = []
+    forward: list[RelayoutStep] = []
     left = list(partial)
     for i, d in enumerate(dims):
         for axis in target[d][len(source[d]) :]:
             if axis in left:
                 left.remove(axis)
-                forward.append(Step("reduce_scatter", (axis,), i))
+                forward.append(RelayoutStep("reduce_scatter", (axis,), i))
             else:
-                forward.append(Step("slice", (axis,), i))
+                forward.append(RelayoutStep("slice", (axis,), i))
     backward = [replace(s, op="all_gather") for s in reversed(forward)]
     to_zero = tuple(a for a in target.only if a in left)
     dropped = tuple(a for a in target.only if a not in (*left, *source.only))
-    forward += [Step(op, axes) for op, axes in (("drop", dropped), ("reduce", to_zero)) if axes]
+    forward += [RelayoutStep(op, axes) for op, axes in (("drop", dropped), ("reduce", to_zero)) if axes]
     if dropped or to_zero:
-        backward.insert(0, Step("broadcast", (*dropped, *to_zero)))
+        backward.insert(0, RelayoutStep("broadcast", (*dropped, *to_zero)))
     if summed := tuple(a for a in left if a not in (*to_zero, *target.partial)):
-        forward.append(Step("all_reduce", summed))
+        forward.append(RelayoutStep("all_reduce", summed))
     return Conversion(_fill_only(forward, source.only), _fill_only(backward, target.only))
 
 

@@ -31,11 +31,11 @@ from platform.predict.price import bytes_seconds, group_seconds, hidden_or_summe
 from platform.predict.work import (
     FUSED_BACKWARD,
     SUMMED,
-    Product,
+    MatrixProduct,
     attention_flops,
+    even_routing_share_of_spec,
+    even_sent_share,
     list_group_products,
-    share_in_use,
-    share_sent,
 )
 
 # Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
@@ -189,7 +189,7 @@ def _iterate_quantities(
     even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
     output = o.outputs[0] if o.outputs else None
     room = float(prod(planner.local_shape(output))) if output else 0.0
-    size = room * share_in_use(planner, output) if output else 0.0
+    size = room * even_routing_share_of_spec(planner, output) if output else 0.0
     op, mesh = OPERATIONS[o.kind], planner.mesh
     if op in (Ops.pointwise, Ops.residual):
         accesses = op.memory_accesses if op is Ops.residual else Ops.pointwise.accesses_by_inputs[len(o.inputs)]
@@ -220,7 +220,7 @@ def _iterate_quantities(
         ahead[c] -= (goes := ahead[c] > 0)
         if c.dtype != "compute" or c.op == "rotate":
             continue
-        elements = c.elements * share_sent(planner, o, c)
+        elements = c.elements * even_sent_share(planner, o, c)
         yield Quantity("ahead" if goes else "collective", mesh.order_axes(c.axes), c.op, c.phase), elements
         if c.op == "all_gather" and c.phase == "forward":
             yield Quantity("kept"), c.elements * mesh.count_ranks(c.axes)
@@ -352,7 +352,7 @@ class Estimator:
         for i, kind in enumerate(self.kinds):
             number = self.numbers[i]
             if kind.what == SIDES[0]:
-                product, count = Product(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
+                product, count = MatrixProduct(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
                 computing[0, i] = count * self._product_seconds(product)
                 computing[1, i] = count * sum(map(self._product_seconds, product.gradient_products))
             elif kind.what == "fused":
@@ -370,7 +370,7 @@ class Estimator:
                 into[int(kind.phase == "backward"), i] = self.collective_seconds(kind.op, kind.axes, number * size)
         return computing, waiting, hidden
 
-    def _product_seconds(self, p: Product) -> Column:
+    def _product_seconds(self, p: MatrixProduct) -> Column:
         """Return the seconds of a product of every contender, whose sizes are columns."""
         h = self.setting.hardware
         tiled = price.tiling_shares(p.rows, p.columns, p.batch, h.processors, h.tile)

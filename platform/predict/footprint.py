@@ -24,7 +24,7 @@ from platform.plan.operations.op import GradientKey, MeteredStorage, Value
 from platform.plan.plan import Plan
 from platform.plan.schedule import SENDS_IN_FLIGHT, Action, Kind, mark_completed_chunks
 from platform.plan.step_collectives import count_factors_of_rank, grad_norm_slices, matrix_sides, resolve_auto_kernels
-from platform.predict.meter import Meter, MeteredSums
+from platform.predict.meter import MemoryMeter, MeteredSums
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -133,14 +133,14 @@ def count_saved_elements(
     """
     at = at or plan.mesh.rank_coordinates(0)
     plan = resolve_auto_kernels(plan, "cpu", dropout)
-    meter = Meter(plan, dropout, at)
+    meter = MemoryMeter(plan, dropout, at)
     for chunk in plan.stage_part(at["stage"]).chunks:
         run_chunk(meter, model, chunk, {name: meter.block(spec) for name, spec in chunk.receives})
     saved = meter.tape.distinct_saved_storages()
     return SavedElements(*(sum(s.counted for s in saved if s.parameter == copies) for copies in (False, True)))
 
 
-def run_chunk(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+def run_chunk(meter: MemoryMeter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
     """Run the forward pass of one chunk of the model on the memory meter, from the activations `flow` by name; return
     its outputs by name, the last chunk's being the loss."""
     inputs = {name: name for name in model.inputs}
@@ -186,7 +186,7 @@ Measured = MutableMapping[tuple, Passes]  # chunk's likeness and other circumsta
 
 
 def measure_passes(
-    meter: Meter,
+    meter: MemoryMeter,
     model: RecordableModel,
     chunk: Chunk,
     *,
@@ -237,7 +237,9 @@ def measure_passes(
     return Passes(*peaks, begun, more, sums.shard_bytes(), standing, left)
 
 
-def _run_forward(meter: Meter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]) -> dict[str, Value]:
+def _run_forward(
+    meter: MemoryMeter, model: RecordableModel, chunk: Chunk, flow: Mapping[str, Value]
+) -> dict[str, Value]:
     """Run a chunk's forward pass on the memory `meter`, with the data that it reads, from the activations `flow` by
     name; return its outputs by name."""
     tokens = meter.allocate_data(chunk)
@@ -372,7 +374,7 @@ class _MemoryWalk:
             self._likeness[chunk] = chunk_likeness(self.plan, layout, [self.plan.buckets[n] for n in bucket_numbers])
         begun = (frozenset(bucket_numbers[n] for n in numbers) for numbers in (summed, reduced))
         if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
-            meter = Meter(self.plan, self.dropout, self.at, self.device)
+            meter = MemoryMeter(self.plan, self.dropout, self.at, self.device)
             measured = measure_passes(
                 meter, self.model, layout, splits_weight_gradients=self.splits, summed=summed, reduced=reduced
             )

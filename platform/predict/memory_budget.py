@@ -14,7 +14,7 @@ from math import prod
 from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
-from platform.optimizer.optimizers import OPTIMIZERS, Update, count_state_numbers, iterate_updated_parts
+from platform.optimizer.optimizers import OPTIMIZERS, OptimizerUpdate, count_state_numbers, iterate_updated_parts
 from platform.plan import generation_passes
 from platform.plan.accelerators import overhead_bytes
 from platform.plan.chunks import Chunk, RecordableModel
@@ -27,7 +27,7 @@ from platform.plan.simulate import lower_schedule
 from platform.plan.step_collectives import count_communicators, resolve_auto_kernels
 from platform.predict.choose_schedule import build_generation_model, build_short_schedule
 from platform.predict.footprint import Footprint, Measured, predict_footprint, weight_bytes
-from platform.predict.meter import Meter
+from platform.predict.meter import MemoryMeter
 
 
 def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
@@ -48,14 +48,16 @@ def answer_bytes(plan: Plan, model: RecordableModel, shape: PassShape, stage: in
     return meter.ledger.peak
 
 
-def _build_meter(plan: Plan, at: Mapping[str, int], device: str, cache: KeyValueCache | None = None) -> Meter:
+def _build_meter(plan: Plan, at: Mapping[str, int], device: str, cache: KeyValueCache | None = None) -> MemoryMeter:
     """Construct the memory meter of passes of generation on the worker at `at`, whose keys and values `cache` keeps."""
-    meter = Meter(resolve_auto_kernels(plan, device, 0.0), 0.0, at, device, ahead=False)
+    meter = MemoryMeter(resolve_auto_kernels(plan, device, 0.0), 0.0, at, device, ahead=False)
     meter.grad, meter.cache = False, cache
     return meter
 
 
-def _count_pass(meter: Meter, model: RecordableModel, planned_pass: PlannedPass, chunk: Chunk, last: bool) -> None:
+def _count_pass(
+    meter: MemoryMeter, model: RecordableModel, planned_pass: PlannedPass, chunk: Chunk, last: bool
+) -> None:
     """Count the memory of one chunk in a pass of generation and, if it is the `last`, of the head and of the
     probabilities of its logits."""
     flow = {name: meter.block(spec) for name, spec in chunk.receives}
@@ -66,7 +68,7 @@ def _count_pass(meter: Meter, model: RecordableModel, planned_pass: PlannedPass,
     if last:
         head = _build_meter(planned_pass.head, meter.at, meter.device)
         head.ledger = meter.ledger
-        stream = meter.forward(outputs["stream"], planned_pass.joins)
+        stream = meter.relayout_forward(outputs["stream"], planned_pass.joins)
         read, asked = (part.sizes["length"] for part in (planned_pass.body, planned_pass.head))
         flow = {"memory": None, "stream": Value(stream.storage, stream.elements // read * asked)}  # type: ignore[dict-item]
         _meter_probabilities(head, planned_pass, model.part(head, {}, flow, (HEAD,))["logits"])
@@ -74,9 +76,9 @@ def _count_pass(meter: Meter, model: RecordableModel, planned_pass: PlannedPass,
     del tokens
 
 
-def _meter_probabilities(meter: Meter, planned_pass: PlannedPass, logits: Value) -> None:
+def _meter_probabilities(meter: MemoryMeter, planned_pass: PlannedPass, logits: Value) -> None:
     """Count the memory of turning logits into probabilities, in the type of statistics, for which vocab is gathered."""
-    gathered = meter.forward(logits, planned_pass.gathers)
+    gathered = meter.relayout_forward(logits, planned_pass.gathers)
     n = prod(planned_pass.head.local_shape(planned_pass.logits)) and gathered.elements
     wide = meter.widened(gathered.storage, n)
     del logits
@@ -209,7 +211,9 @@ def _predict_stage_while_scoring(config: Config, plan: Plan, stage: int, trainin
 def _count_scratch_bytes(config: Config, plan: Plan, stage: int) -> int:
     """Predict the temporary bytes of an optimizer update on a plan's stage, for a worker with all its blocks."""
     o, at = config.optimizer, {**plan.mesh.rank_coordinates(0), "stage": stage}
-    return OPTIMIZERS[o.kind].scratch(o, Update(plan.stage_part(stage), at, dict(iterate_updated_parts(plan, at))))
+    return OPTIMIZERS[o.kind].scratch(
+        o, OptimizerUpdate(plan.stage_part(stage), at, dict(iterate_updated_parts(plan, at)))
+    )
 
 
 def device_kind(config: Config) -> str:

@@ -23,20 +23,20 @@ from platform.plan.operations.op import (
     Backward,
     GradientKey,
     Gradients,
-    Leaves,
+    LeafGradients,
     Ledger,
     MeteredStorage,
+    MeterTape,
     Op,
     Saved,
-    Tape,
     Value,
 )
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
-from platform.plan.rule import JOIN, LENDING, VANISH, Conversion, Step
+from platform.plan.rule import JOIN, LENDING, VANISH, Conversion, RelayoutStep
 
 
-class Meter(Ops):
+class MemoryMeter(Ops):
     """Meter of one worker's memory: creates storages that only count bytes in `ledger` and converts their layouts, as
     the worker at mesh coordinates `at` would. `tape`: recorded operations, for the backward pass; `leaves`: gradients
     of parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off;
@@ -52,8 +52,8 @@ class Meter(Ops):
         rate, `ahead`: parameters are gathered one matrix product ahead, see `Ahead`."""
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.device = device
-        self.ledger, self.tape = Ledger(), Tape()
-        self.leaves = Leaves()
+        self.ledger, self.tape = Ledger(), MeterTape()
+        self.leaves = LeafGradients()
         self.deferred: list[Callable[[], None]] | None = None
         self.wide = plan.itemsize["accumulate"]
         self._spans: Sequence[tuple[Bucket, ...]] = []
@@ -72,7 +72,7 @@ class Meter(Ops):
 
     def _gather_parameter(self, p: Parameter, conversion: Conversion) -> Value:
         """Count the bytes of converting a parameter to an operation's layout; return the converted stand-in."""
-        return self.forward(self.parameter_block(p), conversion)
+        return self.relayout_forward(self.parameter_block(p), conversion)
 
     def new(self, elements: int, itemsize: int = 0, *, parameter: bool = False) -> MeteredStorage:
         """Allocate a counted storage of `elements` floating-point numbers, of the plan's compute type unless `itemsize`
@@ -114,7 +114,7 @@ class Meter(Ops):
         return self.tensor(elements, self.plan.itemsize[spec.dtype])
 
     def note_operation(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
-        """Record an operation on the memory meter's tape if gradients are wanted, as `Tape.note_operation`."""
+        """Record an operation on the memory meter's tape if gradients are wanted, as `MeterTape.note_operation`."""
         if self.grad:
             self.tape.note_operation(outs, ins, saved, backward)
 
@@ -144,7 +144,7 @@ class Meter(Ops):
         self,
         storage: MeteredStorage | None,
         elements: int,
-        steps: Sequence[Step],
+        steps: Sequence[RelayoutStep],
         shape: tuple[int, ...],
         parameter: bool = False,
         dtype: str = "compute",
@@ -168,7 +168,7 @@ class Meter(Ops):
         return storage, elements
 
     def _allocate_collective_result(
-        self, elements: int, collective: Step, parameter: bool, itemsize: int
+        self, elements: int, collective: RelayoutStep, parameter: bool, itemsize: int
     ) -> MeteredStorage:
         """Allocate a counted storage for the result of a collective `collective`, of `elements` of `itemsize` bytes. A
         split or joined dim that is not first in memory, or lies in zigzag, costs a copy, before or after. `parameter`:
@@ -188,7 +188,7 @@ class Meter(Ops):
         return self.new(elements, itemsize, parameter=parameter) if unfolds else out
 
     def _allocate_lent_experts(
-        self, elements: int, lending_collective: Step, parameter: bool, itemsize: int
+        self, elements: int, lending_collective: RelayoutStep, parameter: bool, itemsize: int
     ) -> MeteredStorage:
         """Allocate a counted storage for a block of experts after `lending_collective`, of `elements` of `itemsize`
         bytes; at most, a rank lends to all others."""
@@ -200,13 +200,15 @@ class Meter(Ops):
         del moved
         return out
 
-    def forward(self, x: Value, conversion: Conversion) -> Value:
+    def relayout_forward(self, x: Value, conversion: Conversion) -> Value:
         """Count the bytes of a conversion's forward steps of x, without a backward pass; return the result."""
         steps, shape = conversion.forward, conversion.before
         parameter = isinstance(x.key, str)
         return Value(*self.convert_storage(x.storage, x.elements, steps, shape, parameter, conversion.dtype))
 
-    def backward(self, gradient: MeteredStorage | None, elements: int, conversion: Conversion) -> MeteredStorage | None:
+    def relayout_backward(
+        self, gradient: MeteredStorage | None, elements: int, conversion: Conversion
+    ) -> MeteredStorage | None:
         """Count the memory of the backward steps of a conversion, for the gradient of its result, of `elements`."""
         steps, shape = conversion.backward, conversion.after
         return self.convert_storage(gradient, elements, steps, shape, dtype=conversion.dtype)[0]
@@ -216,9 +218,9 @@ class Meter(Ops):
         steps on the autograd tape; return the converted tensor."""
         if not conversion.forward and not conversion.backward:
             return x
-        out = prefetched or self.forward(x, conversion)
+        out = prefetched or self.relayout_forward(x, conversion)
         size = out.elements
-        self.note_operation([out], [x], (), lambda gs, _: [self.backward(gs[0], size, conversion)])
+        self.note_operation([out], [x], (), lambda gs, _: [self.relayout_backward(gs[0], size, conversion)])
         return out
 
     def convert_blocks(self, blocks: Sequence[Value], conversions: Sequence[Conversion]) -> list[Value]:
@@ -257,7 +259,7 @@ class Meter(Ops):
         if any(e.operand.forward for e in group.einsums if e.regathered or not back) and use in self.ahead:
             return self.ahead.take_parameters(use, back)
         pairs = zip(stored, group.einsums, strict=True)
-        return [self.forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
+        return [self.relayout_forward(w, e.operand) if e.regathered or not back else w for w, e in pairs]
 
     def inner(self, planned: PlannedOperation, leave: Conversion) -> Value:
         """Allocate the metered local result of an operation, before its conversion; empty if not on this worker."""
@@ -353,7 +355,7 @@ class Meter(Ops):
             part, others = away.take_back() if away else saved[0], iter(saved[1:])
             whole = Value(self.new(elements) if axes else part, elements)
             arguments = [None if n is None else Value(next(others), n) for n in sizes]
-            before, self.tape, self.deferred = (self.tape, self.deferred), Tape(), deferred
+            before, self.tape, self.deferred = (self.tape, self.deferred), MeterTape(), deferred
             self.ahead.again, again = True, self.ahead.again
             out = function(whole, *arguments)
             self.ahead.again = again
@@ -380,12 +382,14 @@ class Meter(Ops):
 UNDER_WAY = 2  # reductions of ZeRO-2 and 3 whose buffers are kept
 
 
-class MeteredSums(Leaves):
+class MeteredSums(LeafGradients):
     """Takes the gradients of parameters in passes of `chunk` on the memory meter, and adds them to flat sums per
     bucket. `summed`, `reduced`: numbers of the buckets with sums, and with shards of reduced ones, from earlier passes;
     `early`: buckets are reduced as soon as all their gradients have come, where each pass does so (ZeRO-2 and 3)."""
 
-    def __init__(self, meter: Meter, chunk: Chunk, summed: Collection[int], reduced: Collection[int], *, early: bool):
+    def __init__(
+        self, meter: MemoryMeter, chunk: Chunk, summed: Collection[int], reduced: Collection[int], *, early: bool
+    ):
         """Construct the metered gradient sums of the buckets that `chunk` uses; arguments as in the class."""
         self._meter, self._plan, self._early = meter, meter.plan, early
         self._summed, self._reduced = summed, reduced

@@ -1,5 +1,5 @@
 """Screen about a plan: what it needs and moves, how long a step takes, what a failure costs, what would gain
-(`explain_config`); and two plans side by side, with all that differs (`plan_differences`)."""
+(`explain_config`); and two plans side by side, with all that differs (`differing_predictions_by_part`)."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class NoExplanation(ValueError):
     """Data that `python -m platform.plan --json` has not written."""
 
 
-def plan_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Sides]:
+def differing_predictions_by_part(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Sides]:
     """Return by part the lines that differ in two explanations, or raise NoExplanation if one of them is none."""
     differences = {}
     for name, values in DIFFERENCE_PARTS.items():

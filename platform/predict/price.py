@@ -27,7 +27,7 @@ from platform.plan.schedule import Action, Kind, Schedule
 from platform.plan.simulate import Simulation, StageMessages, compute_makespan, makespan_over_links, simulate
 from platform.plan.step_collectives import bucket_collectives
 from platform.predict.hardware import Hardware
-from platform.predict.work import EVEN, Execution, Launches, Part, PassWork, Product, StepWork
+from platform.predict.work import EVEN, Execution, Launches, MatrixProduct, Part, PassWork, StepWork
 
 Number = Any  # a number, or an array of numbers
 Flag = Any  # True or False, or an array of them
@@ -58,7 +58,7 @@ def tiling_share(rows: int, columns: int, batch: int, processors: int, tile: flo
     return float(tiling_shares(rows, columns, batch, processors, tile))
 
 
-def products_seconds(p: Product, hardware: Hardware, precision: str, itemsize: int, tiled: Number) -> Number:
+def products_seconds(p: MatrixProduct, hardware: Hardware, precision: str, itemsize: int, tiled: Number) -> Number:
     """Return the seconds of many matrix products, whose sizes are arrays, or of one: of its tiles, which take the share
     `tiled`, and the depth of its sums, and of its bytes beside them."""
     share = tiled * p.inner / (p.inner + hardware.fill)
@@ -66,7 +66,7 @@ def products_seconds(p: Product, hardware: Hardware, precision: str, itemsize: i
     return hidden_or_summed_seconds(computing, bytes_seconds(p.elements * itemsize, hardware), hardware)
 
 
-def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: int) -> float:
+def product_seconds(p: MatrixProduct, hardware: Hardware, precision: str, itemsize: int) -> float:
     """Return the seconds of a matrix product."""
     if not p.flops:
         return 0.0
@@ -74,7 +74,7 @@ def product_seconds(p: Product, hardware: Hardware, precision: str, itemsize: in
     return float(products_seconds(p, hardware, precision, itemsize, tiled))
 
 
-def cast_seconds(p: Product, hardware: Hardware) -> float:
+def cast_seconds(p: MatrixProduct, hardware: Hardware) -> float:
     """Return the seconds in which the first operand of a product is written in 8 bits too, by the kernel that makes it.
     Weights are cast once a step, which is not counted."""
     return float(bytes_seconds(p.batch * p.rows * p.inner, hardware))
@@ -441,7 +441,7 @@ class _PassPricer:
         hidden.update(self.sum_by_axes(p.hides))
         waiting.update(self.sum_by_axes(p.fetches, self.hardware.launch))
         waiting.update(self.sum_by_axes(Counter(p.receives)))
-        exposed_waits, slowed = self.hide_collectives(hidden, computing)
+        exposed_waits, slowed = self.exposed_waits_and_slowdown(hidden, computing)
         waiting.update(exposed_waits)
         beside = sum(hidden.values()) - sum(exposed_waits.values())
         computing = computing * self.lockstep + slowed
@@ -455,7 +455,9 @@ class _PassPricer:
         forward, backward = [self.pass_time(p) for p in work.forward], [self.pass_time(p) for p in work.backward]
         return add_message_waits(forward, backward) if work.execution.schedule == "1f1b" else (forward, backward)
 
-    def hide_collectives(self, hidden: Counter[str], available_seconds: float) -> tuple[dict[str, float], float]:
+    def exposed_waits_and_slowdown(
+        self, hidden: Counter[str], available_seconds: float
+    ) -> tuple[dict[str, float], float]:
         """Return the waits left by collectives beside `available_seconds` seconds of computation, and by how much they
         slow it."""
         total, available_seconds = sum(hidden.values()), available_seconds if self.overlap else 0.0
@@ -537,7 +539,7 @@ def _price_step_end(work: StepWork, clock: _PassPricer, backward: Spans) -> tupl
         first = backward[work.stages.index(stage)]
         reduces = clock.sum_by_axes(once.reduces)
         last = sum(reduces.values()) / max(1, once.buckets)  # of the last bucket, whose gradients come last
-        exposed_waits, _ = clock.hide_collectives(reduces, min(first.computing, sum(reduces.values()) - last))
+        exposed_waits, _ = clock.exposed_waits_and_slowdown(reduces, min(first.computing, sum(reduces.values()) - last))
         waiting = Counter(exposed_waits)
         waiting.update(clock.sum_by_axes(once.updated))
         if once.tied:

@@ -32,7 +32,7 @@ from platform.predict.memory_budget import (
     predict_host_bytes,
     predict_peak_bytes,
 )
-from platform.predict.search import Field, Rated
+from platform.predict.search import ContenderGrid, Rated
 from platform.predict.step_price import step_price
 
 SHOWN = 3  # changes
@@ -64,7 +64,7 @@ def find_best_changes(
         return []
     space = SearchSpace(_open_keys(config))
     current = space.read_contender()
-    field = Field(space, current.num_workers * space.branch_workers, memory, hardware)
+    field = ContenderGrid(space, current.num_workers * space.branch_workers, memory, hardware)
     near = {c: None for c in _iterate_neighbours(current, space) if c != current and c.data % c.experts == 0}
     current_rated, *rated = field.estimate_choices([current, *near])
     least = current_rated.seconds if current_rated and needed <= memory else inf

@@ -112,7 +112,7 @@ def _search_open_keys(config: Config, workers: int, budget: MemoryBudget, fitted
     hardware = fitted or choose_pricing_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
     sized = replace(config, plan=replace(config.plan, search=config.plan.search or _list_axis_keys(config)))
-    if not (best := search_plans(sized, workers, memory, hardware).best_finalist):
+    if not (best := search_plans(sized, workers, memory, hardware).quickest_fitting_finalist):
         return None
     chosen = replace(best.config, plan=config.plan)
     if config.parallel.zero == 3 > best.plan.zero:  # a start settles it but of ZeRO-3, as workers may lack the file

@@ -42,7 +42,7 @@ from platform.predict.footprint import Passes, measure_passes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, device_kind
-from platform.predict.meter import Meter
+from platform.predict.meter import MemoryMeter
 from platform.predict.price import StepPrice
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, read_bucket_size, step_price
 
@@ -130,7 +130,7 @@ class SearchOutcome:
     budget: float
 
     @cached_property
-    def best_finalist(self) -> Finalist | None:
+    def quickest_fitting_finalist(self) -> Finalist | None:
         """Return the first finalist that fits; those behind it are not measured."""
         return next((f for f in self.tried if f.fits_memory(self.budget)), None)
 
@@ -158,13 +158,13 @@ def search_plans(config: Config, workers: int, memory: float, hardware: Hardware
             divisors, twos = len(find_divisors(ranks)), ranks & -ranks
             if nearest and divisors <= most_divisors and twos <= most_twos:
                 continue  # of fewer workers each needs more, but where they divide what more of them do not
-            rated, count = Field(space, ranks, memory, hardware).rate_contenders()
+            rated, count = ContenderGrid(space, ranks, memory, hardware).rate_contenders()
             judged += count
             standings = SearchOutcome(space, ranks, _pick_finalists(space, rated, memory, hardware), judged, memory)
             if standings.tried:
                 most_divisors, most_twos = max(most_divisors, divisors), max(most_twos, twos)
                 nearest = nearest or standings
-            if standings.best_finalist:
+            if standings.quickest_fitting_finalist:
                 return standings
     return replace(nearest, judged=judged) if nearest else SearchOutcome(space, workers, [], judged, memory)
 
@@ -241,7 +241,7 @@ def _plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware) ->
 
 
 @dataclass(frozen=True)
-class Field:
+class ContenderGrid:
     """All contenders of a space for one number of `workers`. Their sizes are columns, by part and by key of an axis."""
 
     space: SearchSpace
@@ -264,7 +264,7 @@ class Field:
         """Return the best contenders of every scheme and mode, the best by estimate first, and the number of all."""
         rated, judged = list[Rated](), 0
         for start in self.space.list_starts():
-            if not (columns := self._contender_grid(start)):
+            if not (columns := self._allowed_size_columns(start)):
                 continue
             modes = self.space.list_modes(start)
             several = [columns[name] > 1 for name in self._list_sketched(start.scheme)]
@@ -298,7 +298,7 @@ class Field:
         """Return the names of the columns of which those above 1 need another sketch."""
         return [*self.space.name_axes(scheme), *list_parts(AXIS)]
 
-    def _contender_grid(self, start: Contender) -> Columns:
+    def _allowed_size_columns(self, start: Contender) -> Columns:
         """Return the sizes of the contenders that share a `start`; nothing if none multiply to the workers."""
         space, layers = self.space, self.space.config.model.layers
         axes = dict(zip(space.name_axes(start.scheme), space.axis_sizes(start.scheme).values(), strict=True))
@@ -448,7 +448,7 @@ def meter_passes(config: Config, recompute: str) -> PassBytes | None:
             return None
         device, dropout, model = device_kind(c), c.model.dropout, build_model(c.model)
         plan = resolve_auto_kernels(plan, device, dropout)
-        meters = [Meter(plan, dropout, plan.mesh.rank_coordinates(0), device) for _ in range(2)]
+        meters = [MemoryMeter(plan, dropout, plan.mesh.rank_coordinates(0), device) for _ in range(2)]
         chunk, splits = plan.chunks[0], (False, True)
         by_depth.append([
             measure_passes(meter, model, chunk, splits_weight_gradients=split)
@@ -486,10 +486,10 @@ def choose_plan(
         raise ConfigError(f"plan.search={','.join(config.plan.search)}: there is no worker to plan for")
     hardware = hardware or choose_pricing_hardware(config)
     standings = search_plans(config, workers, memory_of_worker(config, memory, hardware), hardware)
-    if not standings.best_finalist:
+    if not standings.quickest_fitting_finalist:
         raise ConfigError(_violation_of_search(standings, hardware))
     for f in fields(Config):
-        setattr(config, f.name, getattr(standings.best_finalist.config, f.name))
+        setattr(config, f.name, getattr(standings.quickest_fitting_finalist.config, f.name))
     return standings
 
 
@@ -524,17 +524,17 @@ def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
         opened.plan.search = [*config.plan.search, "all" if value == "[all]" else key]
         if opened.plan.search[-1] in config.plan.search or "all" in config.plan.search:
             continue
-        field = Field(SearchSpace(opened), standings.workers, standings.budget, hardware)
+        field = ContenderGrid(SearchSpace(opened), standings.workers, standings.budget, hardware)
         with pause_garbage_collection():
             picked = _pick_finalists(field.space, field.rate_contenders()[0], standings.budget, hardware)
-        if best := replace(standings, space=field.space, tried=picked).best_finalist:
+        if best := replace(standings, space=field.space, tried=picked).quickest_fitting_finalist:
             return f"with {typed} one fits: {' '.join(field.space.format_overrides(best.choice))}"
     return ""
 
 
 def format_choice(standings: SearchOutcome) -> str:
     """Return the line with the choice of a search for the user."""
-    best = standings.best_finalist
+    best = standings.quickest_fitting_finalist
     assert best, "the search has chosen"
     chosen = " ".join(standings.space.format_overrides(best.choice)), f"({format_seconds(best.price.seconds)} a step)"
     plans = f"{standings.judged:,} plans for {format_count(standings.workers, 'worker')}"
@@ -544,7 +544,7 @@ def format_choice(standings: SearchOutcome) -> str:
 def format_ranking(standings: SearchOutcome, top: int) -> Iterator[str]:
     """Yield the lines of the table of the best plans of a search, with the reason why each but the first lost."""
     yield f"{standings.judged:,} plans for {format_count(standings.workers, 'worker')}; the best, and why others lost:"
-    best = standings.best_finalist
+    best = standings.quickest_fitting_finalist
     assert best, "the search has chosen"
     quicker = [f for f in standings.lacking_finalists if f.price.seconds < best.price.seconds]
     shown = sorted([*standings.fitting_finalists[:top], *quicker[:LACKING]], key=lambda f: f.sort_key)

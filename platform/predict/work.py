@@ -25,7 +25,7 @@ from platform.plan.schedule import Schedule
 from platform.plan.step_collectives import BucketCollective, bucket_collectives, recompute_gathers, transfer_collectives
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """Matrix product of a rank: [rows, inner] times [inner, columns], `batch` times over; `narrows`: True if an operand
     is a layer's weight: some systems compute these products in a narrower type than all else."""
 
@@ -46,7 +46,7 @@ class Product(NamedTuple):
         return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
     @property
-    def gradient_products(self) -> tuple[Product, Product]:
+    def gradient_products(self) -> tuple[MatrixProduct, MatrixProduct]:
         """Return the products of the backward pass: the gradients of the first operand and of the second."""
         first = self._replace(columns=self.inner, inner=self.columns)
         return first, self._replace(rows=self.columns, columns=self.inner, inner=self.rows)
@@ -58,7 +58,7 @@ class Part:
     speed, `bytes` that other kernels read and write, the number of all `kernels`; `collectives` for which the pass
     waits, and others that start a product `ahead`."""
 
-    products: tuple[Product, ...] = ()
+    products: tuple[MatrixProduct, ...] = ()
     fused: float = 0.0
     bytes: float = 0.0
     kernels: int = 0
@@ -133,7 +133,7 @@ class WorkRecorder(Recorder):
         symbols = super().record_operation(kind, name, x, inputs, outputs, reads, **more)
         if planned := self.plan.operations.get((kind, name)):
             o = planned.operation
-            key = self.plan.planner.operation_key(o), OPERATIONS[kind].count_accesses(o, self.plan.operations)
+            key = self.plan.planner.operation_key(o), OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
             if key not in self._known:  # layers are alike
                 forward, backward = _operation_work(self.plan, planned)
                 leaves_out = planned.once and not self.repeats_all
@@ -191,10 +191,10 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
 
 def block_elements(plan: Plan, spec: Spec) -> float:
     """Return the elements of a rank's block of an activation; of experts' rows as many as an even routing sends."""
-    return prod(plan.local_shape(spec)) * share_in_use(plan.planner, spec)
+    return prod(plan.local_shape(spec)) * even_routing_share_of_spec(plan.planner, spec)
 
 
-def share_in_use(planner: Planner, spec: Spec) -> float:
+def even_routing_share_of_spec(planner: Planner, spec: Spec) -> float:
     """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
     if "rows" not in spec.dims:
         return 1.0
@@ -210,12 +210,12 @@ def _even_rows(planner: Planner, spec: Spec) -> float:
 def _even_collectives(plan: Plan, planned: PlannedOperation) -> list[Collective]:
     """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
     planner, o, collectives = plan.planner, planned.operation, planned.collectives
-    return [replace(c, elements=int(c.elements * share_sent(planner, o, c))) if c.rows else c for c in collectives]
+    return [replace(c, elements=int(c.elements * even_sent_share(planner, o, c))) if c.rows else c for c in collectives]
 
 
-def share_of_rows(planner: Planner, o: Operation) -> float:
-    """Return `share_in_use` of the rows that an operation reads or makes."""
-    return next((share_in_use(planner, t) for t in _iterate_row_specs(o)), 1.0)
+def even_routing_share(planner: Planner, o: Operation) -> float:
+    """Return `even_routing_share_of_spec` of the rows that an operation reads or makes."""
+    return next((even_routing_share_of_spec(planner, t) for t in _iterate_row_specs(o)), 1.0)
 
 
 def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
@@ -223,10 +223,10 @@ def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
     yield from (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
 
 
-def share_sent(planner: Planner, o: Operation, c: Collective) -> float:
+def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
     """Return the share of the elements of an operation's collective that an even routing sends; 1 of no rows."""
     if c.op != "all_to_allv":
-        return share_of_rows(planner, o) if c.rows else 1.0
+        return even_routing_share(planner, o) if c.rows else 1.0
     if not OPERATIONS[o.kind].moves_rows:  # lent experts, which are as many as planned
         return 1.0
     return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
@@ -243,7 +243,7 @@ def _operation_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     if op.chooses_kernel:
         return _attention_work(plan, operation, sides)
     spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
-    forward, backward = op.count_accesses(operation, plan.operations)
+    forward, backward = op.accesses_of_both_passes(operation, plan.operations)
     count = block_elements(plan, spec) * size
     accesses = {"forward": forward, "backward": backward}
     parts = (Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase]) for phase, n in accesses.items())
@@ -302,14 +302,14 @@ def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     return parts[0], parts[1]
 
 
-def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[Product]:
+def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[MatrixProduct]:
     """Return the matrix products of a group of einsums on a rank, after its conversions: one if the weights are joined,
     one per panel under SUMMA."""
     x = operation.inputs[0]
     assert isinstance(x, Spec)
     x_sizes = dict(zip(group.x_dims, group.x.after, strict=True))
     if "rows" in x_sizes:
-        x_sizes["rows"] = max(1, round(x_sizes["rows"] * share_in_use(planner, x)))
+        x_sizes["rows"] = max(1, round(x_sizes["rows"] * even_routing_share_of_spec(planner, x)))
     products = []
     for e in group.einsums:
         sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **x_sizes}
@@ -322,7 +322,7 @@ def list_group_products(planner: Planner, operation: Operation, group: EinsumGro
         columns = prod(sizes[d] for d in e.dims if d not in e.x_dims and not (rows_of and d == "experts"))
         inner = prod(sizes[d] for d in e.x_dims if d in e.dims and d not in e.out_dims)
         narrows = isinstance(operation.inputs[1 + e.index], Parameter) and "vocab" not in e.dims
-        product = Product(max(1, rows // batch) if rows_of else rows, columns, inner, batch, narrows)
+        product = MatrixProduct(max(1, rows // batch) if rows_of else rows, columns, inner, batch, narrows)
         products += [product] * (group.panels.count if group.panels else 1)
     if group.can_join_operands:
         return [products[0]._replace(columns=sum(p.columns for p in products))]

@@ -12,7 +12,7 @@ from platform.boundary.redaction import REDACTED
 from platform.config.key import format_hms
 from platform.monitor import events
 from platform.monitor.events import End, JournalEvent
-from platform.monitor.goodput import LINES, Account, compute_goodput
+from platform.monitor.goodput import LINES, TimeAccount, compute_goodput
 from platform.monitor.metrics import MetricColumns
 from platform.plan.plan_summary import format_number
 from platform.status.run_facts import clock_text, collect_run_facts, state_word
@@ -27,7 +27,7 @@ _TONES: dict[type[JournalEvent], str] = {
 }  # fmt: skip
 
 
-def time_shares(account: Account, useful: float | None) -> dict[str, float]:
+def time_shares(account: TimeAccount, useful: float | None) -> dict[str, float]:
     """Return where the seconds of a run's drivers went, by kind; `useful`: seconds of a run that goes on, else None."""
     seconds_by_kind = {"useful": account.useful_seconds if useful is None else useful}
     for kind in ("lost", "start", "recover", "reshape"):

@@ -66,7 +66,7 @@ class LogitDerivatives:
 
 
 @dataclass(frozen=True)
-class Classes:
+class LossClasses:
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
     spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
@@ -146,7 +146,7 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def _compute_token_losses(
-    statistics: Tensor, classes: Classes, with_derivatives: bool
+    statistics: Tensor, classes: LossClasses, with_derivatives: bool
 ) -> tuple[Tensor, LogitDerivatives]:
     """Compute the loss of each token, a row of logits: [rows], from `statistics`, the rows' statistics
     (`_row_statistics`) over the whole vocab; and, with `with_derivatives`, the loss's derivatives by the logits as
@@ -169,7 +169,7 @@ def _compute_token_losses(
 
 
 def compute_loss_and_gradient(
-    logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes, with_gradient: bool
+    logits: Tensor, targets: Targets, communicator: Communicator, classes: LossClasses, with_gradient: bool
 ) -> Tensor:
     """Return the sum of the loss, -log softmax(logits)[label] or `classes.loss`, over this rank's tokens as an fp64
     scalar; with `with_gradient`, replace the logits [rows, columns] by the gradient of that sum. Rows with the label -1
@@ -251,7 +251,7 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient * dloss, None, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Targets, communicator: Communicator, classes: Classes) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Targets, communicator: Communicator, classes: LossClasses) -> Tensor:
     """Return the sum of the local tokens' losses, an fp64 scalar: -log softmax(logits)[label], or another that
     `classes` names with its label smoothing. `logits`: this rank's columns of the vocabulary, [..., columns], with as
     many rows as `targets`, never gathered; tokens with label -1 do not count."""
@@ -299,7 +299,7 @@ def _compute_loss_by_chunks(
     bias: Tensor | None,
     targets: Targets,
     communicator: Communicator,
-    classes: Classes,
+    classes: LossClasses,
     gradients: tuple[Tensor, Tensor, Tensor | None] | None,
 ) -> Tensor:
     """Return the loss of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `targets` [rows],
@@ -404,7 +404,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Targets,
     operand_conversions: Operands,
-    classes: Classes,
+    classes: LossClasses,
     *,
     at_once: bool,
     deferred: Deferred | None,

@@ -60,7 +60,7 @@ class _Reading:
         self.passed = self.completed = 0
 
 
-class Clock:
+class SectionClock:
     """Books a rank's time to the innermost open section. On CUDA it records events in the stream, so that only reading
     the clock synchronises. `entered`, if set, is called with the name of every section that is entered. `detailed`:
     spans of the model and collectives are noted too, for a timeline. `ranges`, set while a profiler records, makes a

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from platform.plan.layout import Mesh, Parts
 from platform.plan.operation_plan import TRAFFIC, collective_label
-from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, Step
+from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, RelayoutStep
 from platform.plan.scheme import Lent
-from platform.runtime.clock import Clock, Flight
+from platform.runtime.clock import Flight, SectionClock
 
 
 def prepare_buffers(
@@ -81,7 +81,7 @@ class UnevenBlocks:
         """Return this rank's tensor x as it is given to the collective: with room for equal blocks."""
         exchanges = self.op == "all_to_all"
         if self.parts and (self.op == "reduce_scatter" or exchanges or (self.op == "scatter" and self.is_root)):
-            x = spread_blocks(x, self.dim, self.parts)
+            x = pad_blocks_to_longest(x, self.dim, self.parts)
         elif self.parts:
             x = _pad_zeros(x, self.dim, self.parts.room)
         return _pad_zeros(x, self.joined, self.joined_parts.room) if exchanges and self.joined_parts else x
@@ -92,18 +92,18 @@ class UnevenBlocks:
         if self.parts and self.op in SPLIT:
             x = x.narrow(self.dim, 0, self.parts.extents[self.index]).contiguous()
         if self.op == "all_to_all":
-            return close_gaps(x, self.joined, self.joined_parts) if self.joined_parts else x
+            return drop_block_padding(x, self.joined, self.joined_parts) if self.joined_parts else x
         joins = self.op in JOIN and (self.op == "all_gather" or self.is_root)
-        return close_gaps(x, self.dim, self.parts) if self.parts and joins else x
+        return drop_block_padding(x, self.dim, self.parts) if self.parts and joins else x
 
 
-def spread_blocks(x: Tensor, dim: int, parts: Parts) -> Tensor:
+def pad_blocks_to_longest(x: Tensor, dim: int, parts: Parts) -> Tensor:
     """Return x with its blocks along `dim` apart, so that each begins a stretch of the longest one's length."""
     return torch.cat([_pad_zeros(block, dim, parts.room) for block in x.split(list(parts.extents), dim)], dim)
 
 
-def close_gaps(x: Tensor, dim: int, parts: Parts) -> Tensor:
-    """Return x with its blocks along `dim` one after another: the inverse of `spread_blocks`."""
+def drop_block_padding(x: Tensor, dim: int, parts: Parts) -> Tensor:
+    """Return x with its blocks along `dim` one after another: the inverse of `pad_blocks_to_longest`."""
     begins = accumulate(parts.extents, lambda at, _: at + parts.room, initial=0)
     return torch.cat([x.narrow(dim, at, n) for at, n in zip(begins, parts.extents, strict=False)], dim)
 
@@ -153,7 +153,7 @@ def _(x, communicator, op, axes, members, dim, joined, reduce, parts, joined_par
     index = COMMUNICATORS[int(communicator)].group_index(axes.split("+"))
     if op in VANISH and index:
         return x.new_empty(0)
-    step = Step(op, tuple(axes.split("+")), dim, joined)
+    step = RelayoutStep(op, tuple(axes.split("+")), dim, joined)
     shape = list(x.shape if op in APPEAR and index else step.apply_to_shape(x.shape, members))
     if parts and step.op in SPLIT:
         shape[dim] = parts[1 + index]
@@ -162,7 +162,7 @@ def _(x, communicator, op, axes, members, dim, joined, reduce, parts, joined_par
     return x.new_empty(shape)
 
 
-class Arrived:
+class ArrivedCollective:
     """Handle of a collective that needs no waiting, as a compiled graph has waited for it, or other ranks alone take
     part: `wait` returns the result."""
 
@@ -210,14 +210,14 @@ class Aborted(RuntimeError):
     """Failure of a rank whose collectives were interrupted (`Communicator.abort`): their results mean nothing."""
 
 
-class Handle:
+class CollectiveHandle:
     """Collective or transfer in progress. `wait` returns its result and may be called once; the time spent waiting is
     booked under the clock section `section`, as `along` these axes, joined by "+". `flight`: the clock's note of the
     collective, if it takes one."""
 
     def __init__(
         self,
-        clock: Clock,
+        clock: SectionClock,
         wait: Callable[[], Any],
         finish: Callable[[], Tensor],
         section: str = "exposed_comm",
@@ -255,7 +255,7 @@ class Communicator(ABC):
         self.coordinates = mesh.rank_coordinates(rank)
         self.moved: Counter[str] = Counter()
         self.launched: dict[tuple[str, ...], int] = {}
-        self.clock = Clock()
+        self.clock = SectionClock()
         self.log: list[Launch] | None = None
         self.lent: dict[str, Lent] = {}
         self._aborting, self._aborted = threading.Lock(), False
@@ -281,8 +281,8 @@ class Communicator(ABC):
         name: str = "",
         parts: Parts | None = None,
         joined_parts: Parts | None = None,
-    ) -> Handle | Arrived:
-        """Issue one collective, of the kinds in `platform.plan.rule.Step`, over the group of this rank
+    ) -> CollectiveHandle | ArrivedCollective:
+        """Issue one collective, of the kinds in `platform.plan.rule.RelayoutStep`, over the group of this rank
         along `axes`, without waiting; the handle's `wait` returns this rank's result.
 
         `x` must not be modified until the result is available. `dim`: position of the dim of `x` that is split or
@@ -298,7 +298,7 @@ class Communicator(ABC):
         if torch.compiler.is_compiling():
             cut = tuple([p.room, *p.extents] if p else [] for p in (parts, joined_parts))
             where = "+".join(axes), self.mesh.count_ranks(axes)
-            return Arrived(run_traced_collective(x, self._number, op, *where, dim, joined, reduce, *cut))
+            return ArrivedCollective(run_traced_collective(x, self._number, op, *where, dim, joined, reduce, *cut))
         axes = self.mesh.order_axes(axes)
         group = self.mesh.group_of_rank(self.rank, axes)
         n = len(group)
@@ -321,7 +321,7 @@ class Communicator(ABC):
 
     def launch_all_to_allv(
         self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: Sequence[str], *, name: str = ""
-    ) -> Handle:
+    ) -> CollectiveHandle:
         """Issue an all_to_allv of the rows of x [rows, ...] over the group of this rank along `axes`, without waiting:
         the next `sent[i]` rows go to member i, from which `received[i]` come, this rank's own among them; the handle's
         `wait` returns these, in the order of the members. Each rank counts the bytes that it sends to others."""
@@ -339,16 +339,16 @@ class Communicator(ABC):
 
     def _issue_collective(
         self, what: Launched, start: Callable[[], Callable[[], Any]], input_buffer: Tensor, finish: Callable[[], Tensor]
-    ) -> Handle:
+    ) -> CollectiveHandle:
         """Start a collective from the buffer `input_buffer`; return its handle, whose result `finish` returns."""
         clock = self.clock
         if not clock.detailed:
-            return Handle(clock, start(), finish, along="+".join(what.axes), what=what)
+            return CollectiveHandle(clock, start(), finish, along="+".join(what.axes), what=what)
         begin = clock.record_mark()
         with clock.profiler_range(what.name):
             wait = start()
         flight = clock.note_launch(what, begin, wait, input_buffer)
-        return Handle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
+        return CollectiveHandle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
 
     def _next_launch_number(self, axes_or_peer: tuple[str, ...]) -> int:
         """Count one more launch along axes, or message to or from a peer; return its number, from 1."""
@@ -376,22 +376,22 @@ class Communicator(ABC):
         that waits."""
         raise AssertionError("no rows are exchanged here")
 
-    def send(self, x: Tensor, stage: int) -> Handle:
+    def send(self, x: Tensor, stage: int) -> CollectiveHandle:
         """Start sending `x` to the rank of pipeline stage `stage` that has this rank's index along all other axes. `x`
         must not be modified until `wait` returns."""
         x, peer = x.contiguous(), self._stage_peer(stage)
         self.moved[collective_label("send", ("stage",))] += x.nbytes
         self._log_transfer((self.rank, peer), x.numel())
         launched = Launched("", "send", ("stage",), x.nbytes, peer, self._next_launch_number(("to", str(peer))))
-        return Handle(self.clock, self._start_send(x, peer), lambda: x, "bubble", what=launched)
+        return CollectiveHandle(self.clock, self._start_send(x, peer), lambda: x, "bubble", what=launched)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Handle:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> CollectiveHandle:
         """Start receiving the next tensor of `shape` and `dtype` that the rank of pipeline stage `stage` with this
         rank's index along all other axes sends here; `wait` returns it."""
         out, peer = torch.empty(tuple(shape), dtype=dtype, device=self.device), self._stage_peer(stage)
         self._log_transfer((peer, self.rank), out.numel())
         launched = Launched("", "receive", ("stage",), out.nbytes, peer, self._next_launch_number(("from", str(peer))))
-        return Handle(self.clock, self._start_receive(out, peer), lambda: out, "bubble", what=launched)
+        return CollectiveHandle(self.clock, self._start_receive(out, peer), lambda: out, "bubble", what=launched)
 
     def _stage_peer(self, stage: int) -> int:
         """Return the global rank in pipeline stage `stage` that has this rank's index along all other axes."""

@@ -2,8 +2,8 @@
 
 `compile_region` wraps a small pure function of local tensors (a region) by torch.compile. A region contains no
 collective, and takes as tensors all that changes between layers, steps and microbatches, so that there is one graph per
-region and shape. Graphs stay in the process from one generation to the next. `Trial` wraps one while a generation
-forms: there a region may fail to compile.
+region and shape. Graphs stay in the process from one generation to the next. `CompileTrial` wraps one while a
+generation forms: there a region may fail to compile.
 
 `use_deterministic_kernels` takes every sum in a fixed order, so that a step done again is equal in every bit
 (train.deterministic). `select_attention_kernel` has torch compute attention in the kernel that the plan names.
@@ -107,7 +107,7 @@ def _compile_graph(function: TracedFunction, arguments: Sequence[Tensor]) -> Cal
     return lambda *tensors: kernels[-1]([*tensors])
 
 
-class Trial:
+class CompileTrial:
     """Wrapper of regions in place of `compile_region`: one that fails to compile runs uncompiled. `failed`: which did,
     and why, in a line each."""
 

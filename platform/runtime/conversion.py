@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.plan.layout import Parts, block_shape, is_at_index_zero, zigzag_order
-from platform.plan.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, Step
-from platform.runtime.communicator import Arrived, Communicator, Handle
+from platform.plan.rule import APPEAR, COLLECTIVES, JOIN, LENDING, SPLIT, Conversion, RelayoutStep
+from platform.runtime.communicator import ArrivedCollective, CollectiveHandle, Communicator
 
 
 class ExpertLending(NamedTuple):
     """Step of a conversion under way that lends experts, or gives their gradients back, for the block `x` of experts.
     `handle`: the exchange, None if nothing is exchanged; `sent`: this rank's experts that others compute."""
 
-    step: Step
+    step: RelayoutStep
     x: Tensor
-    handle: Handle | None
+    handle: CollectiveHandle | None
     sent: list[int]
 
     def wait(self) -> Tensor:
@@ -45,7 +45,7 @@ class ExpertLending(NamedTuple):
         return own_experts
 
 
-def start_lending(communicator: Communicator, step: Step, x: Tensor) -> ExpertLending:
+def start_lending(communicator: Communicator, step: RelayoutStep, x: Tensor) -> ExpertLending:
     """Start the exchange of a step of experts that are lent, or of their gradients, as `communicator.lent` says."""
     lent, me = communicator.lent.get(step.layer, ()), communicator.group_index(step.axes)
     each = step.shape[0] if step.op == "give_back" else x.shape[0]
@@ -64,16 +64,18 @@ def start_lending(communicator: Communicator, step: Step, x: Tensor) -> ExpertLe
     return ExpertLending(step, x, communicator.launch_all_to_allv(rows, into, out, step.axes, name=name), lent_experts)
 
 
-class Pending:
+class PendingConversion:
     """Local tensor in conversion to another layout by a plan's steps, one collective in progress at a time; call `wait`
     where its value is used."""
 
-    def __init__(self, communicator: Communicator, x: Tensor, steps: Sequence[Step], owned: bool, name: str = ""):
+    def __init__(
+        self, communicator: Communicator, x: Tensor, steps: Sequence[RelayoutStep], owned: bool, name: str = ""
+    ):
         """Begin to convert the local tensor x by the plan's `steps`, and issue the first collective."""
         self._communicator, self._owned, self._name = communicator, owned, name
         self._x, self._steps = x, steps
-        self._handle: Handle | Arrived | ExpertLending | None = None
-        self._taken: Step | None = None  # the step whose collective is in progress
+        self._handle: CollectiveHandle | ArrivedCollective | ExpertLending | None = None
+        self._taken: RelayoutStep | None = None  # the step whose collective is in progress
         if steps:
             self._launch_next()
 
@@ -87,7 +89,7 @@ class Pending:
             if not is_at_index_zero(step.only, communicator.coordinates):
                 if step.op not in COLLECTIVES:
                     continue
-                self._handle, self._steps = Arrived(self._x), self._steps[i + 1 :]
+                self._handle, self._steps = ArrivedCollective(self._x), self._steps[i + 1 :]
                 return
             if step.op not in COLLECTIVES:
                 self._x = self._apply_local_step(step)
@@ -116,7 +118,7 @@ class Pending:
                 return
         self._steps = ()
 
-    def _apply_local_step(self, step: Step) -> Tensor:
+    def _apply_local_step(self, step: RelayoutStep) -> Tensor:
         """Return this rank's tensor after a local step of its conversion: a slice, a pad or a drop."""
         communicator, x, dim = self._communicator, self._x, step.dim
         index, ranks = communicator.group_index(step.axes), communicator.mesh.count_ranks(step.axes)
@@ -150,19 +152,19 @@ class Pending:
         return self._x
 
 
-def _find_uneven_parts(communicator: Communicator, step: Step, dim: int) -> Parts | None:
+def _find_uneven_parts(communicator: Communicator, step: RelayoutStep, dim: int) -> Parts | None:
     """Return the blocks, along the dim at position `dim`, of the ranks that take a step together, if they differ."""
-    if not step.cuts or not step.moves_dim(dim) or not (cut := step.cut_of_dim(dim)):
+    if not step.cuts or not step.moves_dim(dim) or not (cut := step.uneven_cut_of_dim(dim)):
         return None
     return cut.parts_of_group(communicator.mesh, communicator.coordinates, communicator.mesh.count_ranks(step.axes))
 
 
 def convert(
-    communicator: Communicator, x: Tensor, steps: Sequence[Step], *, owned: bool = False, name: str = ""
-) -> Pending:
+    communicator: Communicator, x: Tensor, steps: Sequence[RelayoutStep], *, owned: bool = False, name: str = ""
+) -> PendingConversion:
     """Start converting the local tensor x to another layout by a plan's `steps`, without autograd: the first collective
     is issued at once. `owned`: reductions may overwrite x; `name`: name of its collectives in a timeline."""
-    return Pending(communicator, x, steps, owned, name)
+    return PendingConversion(communicator, x, steps, owned, name)
 
 
 def order_zigzag(x: Tensor, dim: int, ranks: int, rounds: int) -> Tensor:
@@ -208,7 +210,7 @@ def convert_differentiably(
     communicator: Communicator,
     tensors: Sequence[Tensor],
     conversions: Sequence[Conversion],
-    started_conversions: Sequence[Pending | None] | None = None,
+    started_conversions: Sequence[PendingConversion | None] | None = None,
 ) -> list[Tensor]:
     """Convert local tensors to other layouts differentiably, together: each conversion's `forward` steps act on its
     tensor's value, its `backward` steps on the gradient. `started_conversions`: the values whose conversion has been
@@ -240,7 +242,7 @@ def gather_parts(communicator: Communicator, part: Tensor, axes: tuple[str, ...]
     `axes`. Returns `part` itself if `axes` is empty or the part is absent (empty)."""
     if not axes or is_absent_block(part):
         return part
-    return unflatten_padded(convert(communicator, part, [Step("all_gather", axes)]).wait(), shape)
+    return unflatten_padded(convert(communicator, part, [RelayoutStep("all_gather", axes)]).wait(), shape)
 
 
 def flatten_padded(block: Tensor, elements: int) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from platform.plan.operation_plan import JOINS_GRADIENTS, EinsumGroup
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import Pending, convert, convert_differentiably, is_absent_block
+from platform.runtime.conversion import PendingConversion, convert, convert_differentiably, is_absent_block
 from platform.runtime.flat_buffers import Neighbours
 from platform.runtime.products import (
     Dims,
-    Groups,
+    RowGroups,
     build_grouped_einsum,
     build_grouped_einsum_starter,
     compute_by_summa,
@@ -111,7 +111,7 @@ class _Einsums(torch.autograd.Function):
         together = None
         if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
             together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
-            compute_leaf_gradients = partial(ctx.joined.add_gradients, x, together)
+            compute_leaf_gradients = partial(ctx.joined.accumulate_gradients, x, together)
         dx = None
         if ctx.needs_input_grad[5]:
             if together is not None:
@@ -151,7 +151,7 @@ class _JoinedWeights(NamedTuple):
         """Return the gradient of an einsum group's x, of `shape`, from the joined product's [rows, columns]."""
         return (gradient @ self.weight_matrix).view(shape)
 
-    def add_gradients(self, x: Tensor, gradient: Tensor) -> Tensors:
+    def accumulate_gradients(self, x: Tensor, gradient: Tensor) -> list[None]:
         """Add the gradients of an einsum group's weights and biases to their sums; return a None for each."""
         product = local_einsum_function(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
         rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
@@ -181,13 +181,13 @@ def _compute_operand_gradients(
     needs_gradient: Sequence[bool],
     x: Tensor,
     gradients: Sequence[Tensor],
-    expert_groups: Groups | None,
+    expert_groups: RowGroups | None,
 ) -> Tensors:
     """Compute the gradients of a group's operands, then of its biases if there are any, from the local x and the local
     `gradients` of the outputs, and reduce them as planned. Gradients of `leaves` are added to their sums (then None in
     the result); of the others, the `needs_gradient` ones are returned."""
     count = len(group.einsums)
-    pending: list[Pending | None] = []
+    pending: list[PendingConversion | None] = []
     read = widen_dtype(x) if group.has_wide_dtype else x
     straight = not any(e.operand.backward for e in group.einsums)
     together = Neighbours.find_if_adjacent(leaves[:count]) if expert_groups and straight else None
@@ -224,7 +224,7 @@ def compute_einsums(
     biases: Sequence[Tensor] = (),
     *,
     deferred: Deferred | None = None,
-    expert_groups: Groups | None = None,
+    expert_groups: RowGroups | None = None,
     unneeded_shapes: Sequence[Sequence[int]] = (),
 ) -> Sequence[Tensor]:
     """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which
@@ -245,7 +245,7 @@ def compute_einsums(
 
 
 def _compute_products(
-    expert_groups: Groups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
+    expert_groups: RowGroups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
 ) -> Iterable[Tensor]:
     """Return the products of a group of einsums of x: each computed when it is asked for, of experts' rows in turn."""
     triples = zip(operands, biases, group.einsums, strict=True)
@@ -258,7 +258,7 @@ def _compute_products(
 
 
 def _compute_gradient_of_x(
-    expert_groups: Groups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors
+    expert_groups: RowGroups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors
 ) -> Tensor:
     """Return the gradient of a group's x, the sum of the products of the outputs' `gradients` with the operands."""
     total: Any = None
@@ -274,8 +274,9 @@ def _compute_gradient_of_x(
 
 
 def _add_expert_weight_gradients(
-    expert_groups: Groups, group: EinsumGroup, leaves: Tensors, x: Tensor, gradients: Tensors, into: Tensor, fresh: bool
-) -> Tensor:
+    expert_groups: RowGroups, group: EinsumGroup, leaves: Tensors, x: Tensor, gradients: Tensors, into: Tensor,
+    fresh: bool,
+) -> Tensor:  # fmt: skip
     """Add the gradients of a group's `leaves`, matrices of experts, to the flat memory `into`, where they lie one after
     another, or overwrite it if `fresh`; return it."""
     shapes = [w.shape for w, _ in zip(leaves, group.einsums, strict=False) if w is not None]
@@ -288,6 +289,6 @@ def _add_expert_weight_gradients(
     return into
 
 
-def _product_function(expert_groups: Groups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+def _product_function(expert_groups: RowGroups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     """Return the product function of local tensors with dims `a`, `b` into `out`, of rows by their `expert_groups`."""
     return local_einsum_function(a, b, out) if expert_groups is None else build_grouped_einsum(expert_groups, a, b, out)

@@ -17,9 +17,9 @@ from torch import Tensor
 from platform.plan.chunks import SQUARED_AT_ONCE, Bucket
 from platform.plan.layout import is_at_index_zero
 from platform.plan.plan import Plan
-from platform.plan.rule import Step
-from platform.runtime.communicator import Arrived, Communicator, Handle
-from platform.runtime.conversion import Pending, convert
+from platform.plan.rule import RelayoutStep
+from platform.runtime.communicator import ArrivedCollective, CollectiveHandle, Communicator
+from platform.runtime.conversion import PendingConversion, convert
 
 _HOME = "_flat_home"  # attribute of compute copies, of parameters that follow each other: (their bucket, their names)
 MANY = 1 << 16  # elements of a gradient from which on its bytes count for more than a launch
@@ -75,9 +75,9 @@ class FlatBucket:
         self._summed: set[str] = set()  # parameters whose gradient is in `sums`
         self._came: set[str] = set()  # parameters whose gradient came in the backward pass under way
         self._first: frozenset[str] = frozenset()  # parameters with a gradient from split-off input-gradient passes
-        self._reducing: Pending | None = None
+        self._reducing: PendingConversion | None = None
         self.launched = False  # a reduction has been started in the backward pass under way
-        self._gathering: Handle | Arrived | None = None
+        self._gathering: CollectiveHandle | ArrivedCollective | None = None
         self.resident = True
         for name, w in self.compute.items():
             w.register_post_accumulate_grad_hook(_take_leaf_gradient)
@@ -145,7 +145,7 @@ class FlatBucket:
             fresh_copies = self._communicator.launch("all_gather", fresh_part, self.bucket.sharded).wait()
         return {name: self._block_view(fresh_copies.view(-1), name) for name in self._shapes}
 
-    def _launch_gather(self, out: Tensor) -> Handle | Arrived | None:
+    def _launch_gather(self, out: Tensor) -> CollectiveHandle | ArrivedCollective | None:
         """Start the all-gather of this bucket's parameter shards into `out` [shards, elements of a shard]."""
         if not self.here:
             return None
@@ -314,7 +314,7 @@ class FlatBucket:
             self.sums = None
             self._summed.clear()
 
-    def _launch_reduction(self, rows: Tensor, steps: Sequence[Step]) -> Pending:
+    def _launch_reduction(self, rows: Tensor, steps: Sequence[RelayoutStep]) -> PendingConversion:
         """Start reducing the gradients `rows` [shards, elements of a shard], in place, by the plan's `steps`."""
         return convert(self._communicator, rows, steps, owned=True, name=f"reduce {self.bucket.name}")
 

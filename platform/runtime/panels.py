@@ -46,7 +46,7 @@ from platform.runtime.attention_pairs import (
     document_pairs,
     finite_log_sum_exp,
 )
-from platform.runtime.communicator import Arrived, Communicator, Handle
+from platform.runtime.communicator import ArrivedCollective, CollectiveHandle, Communicator
 from platform.runtime.residual import Drawing
 from platform.runtime.statistics import widen_dtype
 
@@ -191,10 +191,10 @@ class _PanelPairs:
         keys, block, short = tuple(plan.keys[owner]), self.block, mask_sharing_limit(self.device.type)
         how = plan.causal, plan.window, self.kernel.halves
 
-        def pairs_of_queries(queries: Sequence[Stretch], borders: tuple[int, int] = (0, 0)) -> list[Pair]:
-            """Return the pairs of some queries, whose documents begin between two borders."""
-            most = block or (short if borders[0] < borders[1] else 0)  # several documents make a mask
-            return pair_queries_with_keys(queries, keys, *how, most, borders)
+        def pairs_of_queries(queries: Sequence[Stretch], document_starts: tuple[int, int] = (0, 0)) -> list[Pair]:
+            """Return the pairs of some queries, whose documents start between two positions, `document_starts`."""
+            most = block or (short if document_starts[0] < document_starts[1] else 0)  # several documents make a mask
+            return pair_queries_with_keys(queries, keys, *how, most, document_starts)
 
         if begins is None:
             return pairs_of_queries(plan.queries)
@@ -323,7 +323,7 @@ class _Panels(torch.autograd.Function):
         # under the first message of keys, and the last one of gradients
         now, later = _split_pairs_by_work(reader.panel_pairs(owner))
         _add_pair_gradients(reader, now, results, (q, *mine), sums, dbias)
-        coming: Handle | Arrived | None = None
+        coming: CollectiveHandle | ArrivedCollective | None = None
         for owner, *panel in turns:
             panel_sums = [_PairGradientSum(x) for x in panel]
             _add_pair_gradients(reader, reader.panel_pairs(owner), results, (q, *panel), (sums[0], *panel_sums), dbias)

@@ -1,7 +1,7 @@
 """The `Ops` of run time: a model's forward pass on one rank's blocks, executing the conversions that the plan lists.
 
-`Watched` and `gradient_squares` measure activations and gradients by layer, to monitor a run (`monitor.layers`): each
-rank sums the squares of its share, and `platform.train.step_report` adds them up.
+`ActivationWatch` and `gradient_squares` measure activations and gradients by layer, to monitor a run
+(`monitor.layers`): each rank sums the squares of its share, and `platform.train.step_report` adds them up.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from platform.plan.rule import Conversion
 from platform.plan.step_collectives import counts_at, counts_gradient
 from platform.runtime import conversion as conversions
 from platform.runtime import kernels, residual
-from platform.runtime.chunked_loss import Classes, Targets, TokenLoss
+from platform.runtime.chunked_loss import LossClasses, Targets, TokenLoss
 from platform.runtime.communicator import Communicator
-from platform.runtime.compilation import Trial, compile_region, select_attention_kernel
+from platform.runtime.compilation import CompileTrial, compile_region, select_attention_kernel
 from platform.runtime.compiled_blocks import CompiledBlock, compile_block
-from platform.runtime.conversion import Pending, convert
+from platform.runtime.conversion import PendingConversion, convert
 from platform.runtime.einsum import Deferred
 from platform.runtime.flat_buffers import sum_squares
-from platform.runtime.recompute import Offload, run_recomputed
-from platform.runtime.residency import Operands, Residency
+from platform.runtime.recompute import ActivationOffload, run_recomputed
+from platform.runtime.residency import Operands, ParameterResidency
 from platform.runtime.residual import Drawing, Region
 
 
@@ -84,13 +84,13 @@ class ParallelOps(Ops):
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
         self.recompute = plan.recompute
-        self.offload = Offload(communicator.device) if plan.recompute.offload else None
+        self.offload = ActivationOffload(communicator.device) if plan.recompute.offload else None
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
         self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
         self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
-        self.residency: Residency | None = None  # of parameters that are gathered for each block
+        self.residency: ParameterResidency | None = None  # of parameters that are gathered for each block
         self.ahead = ParameterPrefetcher(plan, self._start_conversion, ahead)
-        self.watched: Watched | None = None  # sums up the activations of training steps, where somebody follows them
+        self.watched: ActivationWatch | None = None  # sums up the activations of training steps that are followed
         # by layer, how many tokens chose each expert and how many it took, in the passes of a training step
         self.routed: dict[str, Tensor] = {}
         # by layer, the rows of each expert that passes have sent: kept where it is {} at first
@@ -119,7 +119,7 @@ class ParallelOps(Ops):
         hidden = o["begins"] or hides_most(self.communicator.device.type, length, o["window"], documents=False)
         return bool(hidden)
 
-    def _start_conversion(self, p: Parameter, conversion: Conversion) -> Pending:
+    def _start_conversion(self, p: Parameter, conversion: Conversion) -> PendingConversion:
         """Start the collectives that convert this rank's block of a parameter to an operation's layout."""
         return convert(self.communicator, self.tensors[p.name].detach(), conversion.forward, name=f"gather {p.name}")
 
@@ -160,14 +160,14 @@ class ParallelOps(Ops):
             key += (x if x is None else (x.shape, x.dtype),)
         if key not in self._blocks:
             self.compiler, trace = None, compile_block
-            if isinstance(compiler, Trial):
+            if isinstance(compiler, CompileTrial):
                 trace = compiler.wrap_with_fallback(f"block {name}", compile_block, lambda *_: None)
-            self._blocks[key] = trace(function, arguments, self._common_tensor_ids)
+            self._blocks[key] = trace(function, arguments, self._ids_of_tensors_shared_by_passes)
             self.compiler = compiler
         block = self._blocks[key]
         return partial(block, compiler) if block else function
 
-    def _common_tensor_ids(self) -> set[int]:
+    def _ids_of_tensors_shared_by_passes(self) -> set[int]:
         """Return the ids of the tensors that all passes share: angles of rotary embedding, attention masks."""
         return {id(t) for pair in self.angles.values() for t in pair} | {id(t) for t in self._masks.values()}
 
@@ -344,14 +344,14 @@ class ParallelOps(Ops):
         weights = self.label_weights.get(use) if self.position.training else None
         return Targets(labels[use].flatten(), None if weights is None else weights.flatten())
 
-    def logit_classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> Classes:
+    def logit_classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> LossClasses:
         """Return the vocabulary columns that this rank holds of the logits `spec`, for a planned cross_entropy, with
         the loss to compute; label smoothing and a user's own loss are used in training only."""
         first, _ = self.blocks[spec][spec.dims.index("vocab")]
         vocab = self.plan.sizes["vocab"]
         if not self.position.training:
-            return Classes(planned.over, first, vocab, region=self.compiler)
-        return Classes(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]], self.compiler)
+            return LossClasses(planned.over, first, vocab, region=self.compiler)
+        return LossClasses(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]], self.compiler)
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
@@ -373,7 +373,7 @@ def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int |
 Sums = dict[str, Any]  # name of a layer -> sum of squares that this rank counts, an fp64 scalar
 
 
-class Watched:
+class ActivationWatch:
     """Sums the mean squares of each sequence's activations that a rank's forward passes hand to `add_squares`.
     `sequences`: their number in the next microbatch of all replicas; rows behind them are padding, and do not count."""
 

@@ -29,7 +29,7 @@ from platform.plan.schedule import (
     Kind,
     mark_completed_chunks,
 )
-from platform.runtime.communicator import Communicator, Handle
+from platform.runtime.communicator import CollectiveHandle, Communicator
 from platform.runtime.conversion import copy_own_part, gather_parts, is_absent_block
 from platform.runtime.einsum import Deferred
 
@@ -149,8 +149,8 @@ class PipelineExecutor:
     _live: dict[PassKey, _Live] = field(default_factory=dict)
     _flow: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk
     _gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # the same for the backward direction
-    _arriving: dict[tuple[str, PassKey], list[Handle]] = field(default_factory=dict)
-    _sending: deque[Handle] = field(default_factory=deque)
+    _arriving: dict[tuple[str, PassKey], list[CollectiveHandle]] = field(default_factory=dict)
+    _sending: deque[CollectiveHandle] = field(default_factory=deque)
 
     def run_row(self, row: Sequence[Action]) -> None:
         """Execute `row`, this rank's actions of a pipeline schedule, in order on tensors, until all its sends have
@@ -285,7 +285,7 @@ class StageAlone(PipelineExecutor):
         c = self.communicator
         zeros = (partial(torch.zeros, part.sent, dtype=self.dtype, device=c.device) for part in flow.parts)
         self._arriving[direction_letter, step.key] = [
-            Handle(c.clock, lambda: None, build_zeros) for build_zeros in zeros
+            CollectiveHandle(c.clock, lambda: None, build_zeros) for build_zeros in zeros
         ]
 
 

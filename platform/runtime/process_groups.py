@@ -6,8 +6,8 @@ in which they were issued. So groups are connected while a generation forms, and
 group of its own per direction: a send that is not received yet holds back nothing but later sends of the same pair. To
 make a group is a collective of the whole world, of which all groups that share no rank take one (`_create_groups`).
 
-`Messages` builds the collectives of gloo from its messages between two ranks. `connect_process_groups` meets all ranks
-in the TCPStore of the driver.
+`GlooMessages` builds the collectives of gloo from its messages between two ranks. `connect_process_groups` meets all
+ranks in the TCPStore of the driver.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TAGS = 1 << 30  # after so many collectives of a group, tags begin anew
 Lines = dict[tuple[int, int], dist.ProcessGroup | None]  # (sending, receiving stage) -> this rank's group, if any
 
 
-class Messages:
+class GlooMessages:
     """Collectives among the members of one gloo group. Every rank calls them in one order; each has a tag of its own,
     so that it does not matter in which order they are waited for. `timeout`: limit of the wait for one message."""
 
@@ -171,7 +171,7 @@ class ProcessGroups(HostMemory):
             if members not in groups_by_members:
                 groups_by_members[members] = self._create_groups(members)
             self._groups[tuple(axes)] = groups_by_members[members]
-        self._messages: dict[dist.ProcessGroup, Messages] = {}
+        self._messages: dict[dist.ProcessGroup, GlooMessages] = {}
         self._lines: Lines = {}
         self._lines |= (
             self._create_nccl_stage_groups(neighbours) if self._nccl else self._find_gloo_stage_groups(list(neighbours))
@@ -258,10 +258,10 @@ class ProcessGroups(HostMemory):
         work = dist.all_to_all_single(out, x, list(received), list(sent), group=g, async_op=True)
         return work.wait
 
-    def _group_messages(self, group: dist.ProcessGroup) -> Messages:
+    def _group_messages(self, group: dist.ProcessGroup) -> GlooMessages:
         """Return what makes collectives of messages in a group of gloo."""
         if group not in self._messages:
-            self._messages[group] = Messages(group, TIMEOUT)
+            self._messages[group] = GlooMessages(group, TIMEOUT)
         return self._messages[group]
 
     def _wait_unless_aborted(self, work: dist.Work) -> None:

@@ -148,7 +148,7 @@ def add_product(total: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
         torch.addmm(total, x, y, out_dtype=total.dtype, out=total)
 
 
-class Groups(Protocol):
+class RowGroups(Protocol):
     """Groups of rows, one for each expert: how many rows each has, in host memory, and where each ends, int32 [experts]
     on the device."""
 
@@ -164,7 +164,7 @@ class Groups(Protocol):
 Turns = Iterator[None]  # products of groups of rows, of which each step computes one
 
 
-def build_grouped_einsum(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
+def build_grouped_einsum(groups: RowGroups, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     """Return the function of a product of rows, as `build_grouped_einsum_starter` starts it, that computes all."""
     start = build_grouped_einsum_starter(groups, a, b, out)
     return lambda *operands, **how: compute_in_turn([start(*operands, **how)])[0]
@@ -177,7 +177,7 @@ def compute_in_turn(products: Sequence[tuple[Tensor, Turns]]) -> list[Tensor]:
     return [memory for memory, _ in products]
 
 
-def build_grouped_einsum_starter(groups: Groups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
+def build_grouped_einsum_starter(groups: RowGroups, a: Dims, b: Dims, out: Dims) -> Callable[..., tuple[Tensor, Turns]]:
     """Return a function that starts `local_einsum_function` of rows [rows, d] of dims `a` with matrices of their
     experts [experts, ..] of dims `b`, or of two activations of the same rows: `out` then has a matrix for each expert,
     0 where it has no rows. It returns the result's memory, and what fills it `compute_in_turn`."""
@@ -227,13 +227,13 @@ def has_kernel(x: Tensor, y: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % ALIGNED for n in wide)
 
 
-def repeat_expert_vectors(groups: Groups, vectors: Tensor) -> Tensor:
+def repeat_expert_vectors(groups: RowGroups, vectors: Tensor) -> Tensor:
     """Return for each row the one of `vectors` [experts, d] that is its expert's, [rows, d]."""
     lengths = groups.ends.diff(prepend=groups.ends.new_zeros(1))
     return vectors.repeat_interleave(lengths, 0, output_size=sum(groups.each))
 
 
-def sum_rows_by_expert(groups: Groups, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def sum_rows_by_expert(groups: RowGroups, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum [experts, d] of each expert's rows [rows, d], the adjoint of `repeat_expert_vectors`."""
     return torch.stack([part.sum(0, dtype=dtype) for part in rows.split(list(groups.each))])
 
@@ -253,7 +253,7 @@ class _OfRows(torch.autograd.Function):
         return sum_rows_by_expert(ctx.groups, gradient), None
 
 
-def vectors_of_rows(groups: Groups, vectors: Tensor) -> Tensor:
+def vectors_of_rows(groups: RowGroups, vectors: Tensor) -> Tensor:
     """Compute `repeat_expert_vectors` differentiably: for each row of experts, its expert's of `vectors`."""
     return _OfRows.apply(vectors, groups)
 

@@ -166,7 +166,7 @@ class Activity:
 _Now = tuple[str, bool, bool, Any, float]  # section, waiting for other ranks, preparing, what it waits for, since
 
 
-class Progress:
+class WorkerProgress:
     """Keeps the driver's call and the innermost clock section that the main thread of a worker is in. The section's
     state is one tuple, replaced as a whole, so that a reader in another thread never sees half of a change."""
 
@@ -297,4 +297,4 @@ def _active_seconds(thread: int) -> float | None:
     return None if state in "RD" else (int(ran) + int(waited)) / 1e9
 
 
-PROGRESS = Progress()
+PROGRESS = WorkerProgress()

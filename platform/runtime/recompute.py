@@ -1,7 +1,7 @@
 """Activations that do not stay on the device until the backward pass: computed again, or offloaded to host memory.
 
 `run_recomputed` runs a stretch of the forward pass that saves only its arguments and runs again in the backward pass.
-`Offload` copies activations to host memory in a stream beside the computation, and back one block ahead.
+`ActivationOffload` copies activations to host memory in a stream beside the computation, and back one block ahead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run_recomputed(
     restore: Callable[[], Any],
     axes: tuple[str, ...],
     elements: int,
-    offload: Offload | None,
+    offload: ActivationOffload | None,
     x: Tensor,
     *more: Tensor | None,
 ) -> Any:
@@ -85,7 +85,7 @@ def run_recomputed(
 Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it
 
 
-class Offload:
+class ActivationOffload:
     """Activations of one rank in host memory. Memory there is used again, for activations of the same size.
 
     On a GPU the memory is page-locked, and all copies run in one stream, there and back: memory of the host that an

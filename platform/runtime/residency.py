@@ -15,7 +15,7 @@ from torch import Tensor
 from platform.plan.gather_order import ParameterPrefetcher, Use
 from platform.plan.operation_plan import EinsumGroup
 from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import Pending, convert
+from platform.runtime.conversion import PendingConversion, convert
 from platform.runtime.flat_buffers import FlatBucket
 
 
@@ -45,7 +45,7 @@ class _SpanBorder(torch.autograd.Function):
         return gradient, None
 
 
-class Residency:
+class ParameterResidency:
     """Gathers the buckets of the span under way and, if `ahead`, starts gathering the next span's, forward and
     backward. `spans`: spans by chunk number; `turns`: the buckets of the last span of a forward pass stay for the
     backward pass. The clock of `communicator` notes when each span computes.
@@ -141,10 +141,10 @@ class Operands(NamedTuple):
 
     communicator: Communicator
     group: EinsumGroup
-    ahead: ParameterPrefetcher[Pending] | None = None
+    ahead: ParameterPrefetcher[PendingConversion] | None = None
     use: Use = ("", "", 0)
 
-    def start_conversions(self, operands: Sequence[Tensor], in_backward: bool = False) -> list[Pending]:
+    def start_conversions(self, operands: Sequence[Tensor], in_backward: bool = False) -> list[PendingConversion]:
         """Start the gathers of an einsum group's operand tensors from the layouts in which they are `operands`, or
         return the conversions started ahead. `in_backward`: True in the backward pass, for which only operands that the
         plan gathers again are converted."""

@@ -80,8 +80,8 @@ def inject_failure(kind: str) -> None:
 
 
 def arm_fault(fault: Fault) -> Callable[[str], None]:
-    """Return a callback for `Clock.entered` that injects `fault` into this worker once, when a training step enters the
-    fault's clock section."""
+    """Return a callback for `SectionClock.entered` that injects `fault` into this worker once, when a training step
+    enters the fault's clock section."""
     struck = False
 
     def inject_once(name: str) -> None:

@@ -1,8 +1,8 @@
 """Gauges of a worker's process and device, read once a second by a thread beside its steps. The reports of its steps
 carry the readings, so that no message is sent for them. An unreadable gauge is left out, never guessed.
 
-`GpuQuery` asks `nvidia-smi` for the state of a GPU: memory errors, slowdown, version. `read_flight_records` reads
-torch's own records of this process's last collectives (its flight recorder), as JSON, never as pickle.
+`RunningGpuQuery` asks `nvidia-smi` for the state of a GPU: memory errors, slowdown, version. `read_flight_records`
+reads torch's own records of this process's last collectives (its flight recorder), as JSON, never as pickle.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SENSORS = ("coretemp", "k10temp", "zenpower")  # drivers of the sensors in proc
 Source = Callable[[], Mapping[str, float]]  # reads some of `replies.GAUGES`
 
 
-class Gauges:
+class GaugeReader:
     """Gauges of this process, of which a thread takes readings from `start_reading` on."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Gauges:
         return self._newest
 
 
-GAUGES = Gauges()
+GAUGES = GaugeReader()
 
 
 def gauge_sources(gpu: str) -> Iterator[Source]:
@@ -184,7 +184,7 @@ FIELDS = {"gpu": (_GPU, _GPU[:-1], _OLDER), "remapped-rows": (("remapped_rows.pe
 _SECONDS = 10.0  # for nvidia-smi to answer all of it; without it nothing is known, which is not bad
 
 
-class GpuQuery:
+class RunningGpuQuery:
     """Query of `nvidia-smi` on the GPU of this worker, which runs beside other work until `add_answer` takes its
     result. Where the command is missing or does not know, nothing is found."""
 

@@ -2,7 +2,8 @@
 and scores given texts.
 
 `PaddedTexts` is the texts as passes read them: token ids padded to one length, and the positions at which the texts
-begin. `Beams` is a beam search: the continuations of each text that are kept step by step, and the best in the end."""
+begin. `TextBeams` is a beam search: the continuations of each text that are kept step by step, and the best in the
+end."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ from platform.runtime.conversion import convert, is_absent_block
 from platform.runtime.einsum import Deferred
 from platform.runtime.parallel_ops import ParallelOps
 from platform.runtime.pipeline import PipelineExecutor
-from platform.runtime.residency import Residency, ResidentSpan
+from platform.runtime.residency import ParameterResidency, ResidentSpan
 from platform.runtime.statistics import widen_dtype
-from platform.train.rank_parameters import DTYPES, Weights
+from platform.train.rank_parameters import DTYPES, RankWeights
 from platform.train.replies import AskedTexts, Choice, Scored, Written
 from platform.train.stage_passes import place as place_inputs
 from platform.train.stage_passes import stretches
@@ -96,7 +97,7 @@ def find_beam_candidates(logits: Tensor, rule: Choice) -> Tensor:
     return torch.stack((likeliest.values, likeliest.indices.double()), -1)
 
 
-class Beams:
+class TextBeams:
     """Beams of one text: `ids` and `totals`, the continuations that are kept and their log-probabilities in nats, and
     the ones that have `ended`, as (score, ids, log-probability)."""
 
@@ -159,7 +160,7 @@ class RankPass:
     """Passes of one `shape` on the rank of `communicator`, through the chunks of its pipeline stage; `weights`: this
     rank's, laid out as the run's `plan` says."""
 
-    def __init__(self, plan: Plan, communicator: Communicator, weights: Weights, model: Any, shape: PassShape):
+    def __init__(self, plan: Plan, communicator: Communicator, weights: RankWeights, model: Any, shape: PassShape):
         """Plan generation passes of one `shape` on this rank: how `model` computes the logits of a batch of texts.
         `plan`: the training run's plan; `weights`: this rank's blocks or shards, laid out by it."""
         self._communicator, self._model, self._shape = communicator, model, shape
@@ -176,7 +177,7 @@ class RankPass:
         self._compiled: dict[Any, Any] = {}
         self._dtype = DTYPES[plan.precision][0]
 
-    def _build_residency(self, weights: Weights, frees: bool) -> Residency:
+    def _build_residency(self, weights: RankWeights, frees: bool) -> ParameterResidency:
         """Construct the Residency that gathers ZeRO shards, span of the model by span, during a generation pass.
         `frees`: True if the gathered parameters of a span are freed after it (ZeRO-3), False if they stay."""
         flats = {p.name: flat for flat in weights.buckets for p in flat.bucket.parameters}
@@ -187,7 +188,9 @@ class RankPass:
             buckets = [[*{id(flats[n]): flats[n] for n in span}.values()] for span in names]
             pairs = zip(names, buckets, strict=True)
             spans[c.number] = [ResidentSpan(common_name(span) if frees else "", flat) for span, flat in pairs]
-        return Residency(self._communicator, spans, frees_parameters=frees, keeps_last_span=False, prefetches=True)
+        return ParameterResidency(
+            self._communicator, spans, frees_parameters=frees, keeps_last_span=False, prefetches=True
+        )
 
     @torch.no_grad()
     def run_pass(self, rows: Rows, offset: int, cache: KeyValueCache) -> Tensor | None:
@@ -247,11 +250,11 @@ class RankPass:
         return last and not any(coordinates[a] for a in plan.mesh.axes if a not in (*axes, "stage"))
 
 
-class Generator:
+class TextGenerator:
     """Runs passes of generation on the rank of `communicator`, whose `weights` lie as the run's `plan` says. All ranks
     call its methods together, with equal arguments, and get equal results."""
 
-    def __init__(self, config: Config, plan: Plan, communicator: Communicator, weights: Weights):
+    def __init__(self, config: Config, plan: Plan, communicator: Communicator, weights: RankWeights):
         """Prepare this rank to continue and score texts with its weights; passes are planned when first needed."""
         self._config, self._plan, self._communicator, self._weights = config, plan, communicator, weights
         self._models: dict[int, Any] = {}  # by what an encoder reads
@@ -283,7 +286,7 @@ class Generator:
         from each other's key-value cache."""
         batch, cache = self._build_batch(texts, tokens, rows_per_text=rule.beams)
         rows = torch.arange(batch.rows).view(-1, rule.beams)
-        beams = [Beams(rule, ends) for _ in rows]
+        beams = [TextBeams(rule, ends) for _ in rows]
         run, logits = self._prefill_cache(batch, cache)
         for i in range(tokens):
             empty = torch.zeros(batch.rows, min(2 * rule.beams, rule.vocab), 2, dtype=torch.float64)

@@ -29,7 +29,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """Check of the doctor on a worker: it measures a number in `unit`, of which more is better if `more`. `bounds`:
     bounds by the worker's device, cpu | cuda; without one it is not judged. `remedy`: things to look at if it is bad.
     """
@@ -77,61 +77,61 @@ EXACT = Bound(inf, 0.0, inf)  # of what has one right value
 # Seconds are the CPU's on a CPU, the device's on a GPU: neither counts what others do on the machine. What goes
 # over the network or to storage takes time by the clock: there, what is fine is left alone, and apart means far apart.
 CHECKS = (
-    Check(
+    DoctorCheck(
         "gemm", "products of square matrices", "FLOP/s", True,
         {"cpu": Bound(3.0, 1e7, inf), "cuda": Bound(1.4, 5e12, inf)},
         "clocks, power and temperature of the device; another process on it",
     ),
-    Check(
+    DoctorCheck(
         "peak", "its products, as a share of what the GPU's data sheet says", "of the peak", True,
         {"cuda": Bound(1.4, 0.2, 0.5)},
         "clocks, power and temperature of the GPU; another process on it",
     ),
-    Check(
+    DoctorCheck(
         "wrong", "numbers in these products and copies that are wrong", "wrong numbers", False,
         {"cpu": EXACT, "cuda": EXACT},
         "the device computes or keeps wrong numbers: take it out of service",
     ),
-    Check(
+    DoctorCheck(
         "memory", "copies within the device's memory", "B/s", True,
         {"cpu": Bound(6.0, 1e7, inf), "cuda": Bound(1.4, 1e10, inf)},
         "the device's memory and its clocks; another process on it",
     ),
-    Check(
+    DoctorCheck(
         "free", "memory of the GPU that is free", "of its memory", True,
         {"cuda": Bound(1.5, 0.5, 0.8)},
         "a process that was left behind on the GPU (nvidia-smi)",
     ),
-    Check(
+    DoctorCheck(
         "ecc", "uncorrected errors of the GPU's memory since the machine started", "errors", False, {"cuda": EXACT},
         "a reset of the GPU, or its replacement",
     ),
-    Check(
+    DoctorCheck(
         "rows", "rows of the GPU's memory that wait for their replacement, or have none", "kinds of rows", False,
         {"cuda": EXACT},
         "a reset of the GPU (nvidia-smi --gpu-reset); its replacement, if a remapping has failed",
     ),
-    Check(
+    DoctorCheck(
         "link", "all-gathers with one other worker at a time; the best of its partners", "B/s", True,
         {"cpu": Bound(10.0, 1e5, 5e7), "cuda": Bound(2.0, 1e8, inf)},
         "cable, switch port and network interface (NCCL_SOCKET_IFNAME, NCCL_IB_HCA)",
     ),
-    Check(
+    DoctorCheck(
         "node", "all-reduces with all other GPUs of its node at once", "B/s", True,
         {"cuda": Bound(2.0, 1e8, inf)},
         "NVLink (nvidia-smi nvlink -s), the fabric manager, and PCIe",
     ),
-    Check(
+    DoctorCheck(
         "write", "a file written to the checkpoint storage, and flushed", "B/s", True,
         {device: Bound(20.0, 1e4, 2e7) for device in ("cpu", "cuda")},
         "mount, quota and free space of the storage on that node",
     ),
-    Check(
+    DoctorCheck(
         "read", "that file, read back", "B/s", True,
         {device: Bound(20.0, 1e4, 2e7) for device in ("cpu", "cuda")},
         "mount of the storage on that node",
     ),
-    Check(
+    DoctorCheck(
         "clock", "how far its clock is, at least, from the driver's", "s", False,
         {device: Bound(inf, 1.0, inf) for device in ("cpu", "cuda")},
         "time synchronisation of that node (chrony, ntpd)",

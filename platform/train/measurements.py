@@ -20,7 +20,7 @@ from platform.config.fields import Config
 from platform.plan.accelerators import dense_bf16_peak
 from platform.runtime.communicator import Communicator
 from platform.train import environment_proof
-from platform.train.gauges import GpuQuery
+from platform.train.gauges import RunningGpuQuery
 from platform.train.replies import Findings
 
 REPEATS, REPEAT_SECONDS = 5, 0.05  # so often at least, and for so long by the clock; the fastest counts
@@ -41,7 +41,7 @@ QUICK = Sizes({"cpu": 512, "cuda": 4096}, {"cpu": 1 << 22, "cuda": 1 << 28}, {"c
 FULL = Sizes({"cpu": 1024, "cuda": 8192}, {"cpu": 1 << 25, "cuda": 1 << 30}, {"cpu": 1 << 22, "cuda": 1 << 28}, 1 << 24)
 
 
-class Bench:
+class WorkerBench:
     """Bench on which one worker is examined. `device`: cpu | cuda, of which a worker sees one; `found`: the
     measurements so far."""
 
@@ -79,7 +79,7 @@ class Bench:
         self.found.readings["wrong"] = self.found.readings.get("wrong", 0.0) + is_right.logical_not().sum().item()
 
 
-def measure_products(bench: Bench) -> None:
+def measure_products(bench: WorkerBench) -> None:
     """Measure for the doctor the FLOP/s of a product of square matrices, bf16 on a GPU and fp32 on a CPU, and count
     wrong elements: the matrices are a·s' and s·b' of vectors of ±1, so that every element of their product is n or -n
     exactly."""
@@ -94,7 +94,7 @@ def measure_products(bench: Bench) -> None:
         bench.found.readings["peak"] = rate / peak
 
 
-def measure_copies(bench: Bench) -> None:
+def measure_copies(bench: WorkerBench) -> None:
     """Measure the bytes/s, read and written, of a copy in the worker's device memory, and count wrong elements."""
     original = torch.arange(bench.sizes.copied[bench.device] // 8, device=bench.device)
     copy = torch.empty_like(original)
@@ -102,7 +102,7 @@ def measure_copies(bench: Bench) -> None:
     bench.count_false_elements(copy == original)
 
 
-def note_gpu_memory(bench: Bench) -> None:
+def note_gpu_memory(bench: WorkerBench) -> None:
     """Note the model, memory and share of free memory of this worker's GPU for the doctor; do nothing on a CPU."""
     if bench.device == "cpu":
         return
@@ -112,14 +112,14 @@ def note_gpu_memory(bench: Bench) -> None:
     bench.found.facts.update({"gpu": device.name, "gpu memory": f"{device.total_memory / 2**30:.0f} GiB"})
 
 
-def measure_write(bench: Bench) -> None:
+def measure_write(bench: WorkerBench) -> None:
     """Measure the bytes/s of writing a file to the checkpoint storage, else the run directory. Raises OSError."""
     begin = time.perf_counter()
     open_storage(bench.storage_url).write(bench.file, [memoryview(bench.data)])
     bench.found.readings["write"] = len(bench.data) / max(1e-9, time.perf_counter() - begin)
 
 
-def measure_read(bench: Bench) -> None:
+def measure_read(bench: WorkerBench) -> None:
     """Measure for the doctor the bytes/s at which the file of `measure_write` is read back, and delete it; do nothing
     if there is none. Raises OSError, also if its contents have changed."""
     if "write" not in bench.found.readings:
@@ -136,7 +136,7 @@ def measure_read(bench: Bench) -> None:
     bench.found.readings["read"] = len(content) / seconds
 
 
-MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, and perhaps others, in this order
+MEASURES: dict[str, Callable[[WorkerBench], None]] = {  # check -> what measures it, and perhaps others, in this order
     "gemm": measure_products,
     "memory": measure_copies,
     "free": note_gpu_memory,
@@ -148,8 +148,8 @@ MEASURES: dict[str, Callable[[Bench], None]] = {  # check -> what measures it, a
 def measure_worker(config: Config, run_dir: Path, device: str, sizes: Sizes) -> Findings:
     """Run all measurements that the doctor takes of this worker by itself, and return them; one that fails becomes an
     error of its check. `device`: cpu | cuda; `sizes`: sizes of matrices, copies and files."""
-    query = GpuQuery() if device == "cuda" else None  # answers while the rest is measured
-    bench, threads = Bench(config, run_dir, device, sizes), torch.get_num_threads()
+    query = RunningGpuQuery() if device == "cuda" else None  # answers while the rest is measured
+    bench, threads = WorkerBench(config, run_dir, device, sizes), torch.get_num_threads()
     torch.set_num_threads(1)  # waiting for others, which spins, would count
     for check, measure in MEASURES.items():
         try:

@@ -16,7 +16,7 @@ from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.matrices import AdafactorSums, MuonMatrices
 from platform.runtime.parallel_ops import ParallelOps
-from platform.train.rank_parameters import Weights
+from platform.train.rank_parameters import RankWeights
 
 
 class Rank(NamedTuple):
@@ -25,7 +25,7 @@ class Rank(NamedTuple):
 
     stage: Plan
     communicator: Communicator
-    weights: Weights
+    weights: RankWeights
     model: Any
     ops: ParallelOps
     optimizer: torch.optim.Optimizer
@@ -48,7 +48,7 @@ def build_rank(
     # The chunks of its pipeline stage: `PipelineExecutor` runs them in the order of the schedule's row.
     stage = plan.stage_part(communicator.coordinates["stage"])
     # Weights: blocks, or ZeRO shards of these, in flat buckets, which also add up gradients and reduce them over ranks.
-    weights = shared.weights if shared else Weights(stage, communicator, config.seed if fresh else None, overlap)
+    weights = shared.weights if shared else RankWeights(stage, communicator, config.seed if fresh else None, overlap)
     if config.train.ema and not shared:
         weights.begin_averages()
     # Operations: the model calls them on whole tensors, and they compute on blocks and communicate as the plan says;

@@ -1,7 +1,8 @@
 """Parameters on one rank: master copies, compute copies and gradients of its blocks or shards; with the loss scale of
 float16 (`LossScale`).
 
-`compute_rank_ranges` and `Bandwidths` show how far the ranks of a step differ, and which ranks are at the ends.
+`compute_rank_ranges` and `CollectiveBandwidths` show how far the ranks of a step differ, and which ranks are at the
+ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import is_absent_block
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.parallel_ops import initialise
-from platform.runtime.residency import Residency, ResidentSpan
+from platform.runtime.residency import ParameterResidency, ResidentSpan
 from platform.train.replies import RankRange
 
 # precision -> dtype of compute copies, dtype of master copies and summed gradients
@@ -41,7 +42,7 @@ DTYPES = {
 _PIECE = 1 << 20  # elements that are swapped at once
 
 
-class Weights:
+class RankWeights:
     """Weights of one rank: its copies of the model's parameters, and their gradients. `compute`: name -> the leaf that
     the forward pass reads, this rank's block. `master`: name -> the copy that the optimizer updates: the block, or what
     of it lies in this rank's shard; the same tensor as in `compute` if dtype and shape agree. A parameter of which this
@@ -81,7 +82,7 @@ class Weights:
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
         self._users = [{c.number for c in plan.chunks if c.parameter_names & f.compute.keys()} for f in self.buckets]
 
-    def _build_residency(self, communicator: Communicator) -> Residency:
+    def _build_residency(self, communicator: Communicator) -> ParameterResidency:
         """Construct the Residency that gathers this rank's ZeRO shards for each span of the stage's model chunks, in
         training."""
         frees = self._plan.zero == 3
@@ -92,7 +93,7 @@ class Weights:
             ]
             for c in self._plan.chunks
         }
-        return Residency(
+        return ParameterResidency(
             communicator, spans, frees_parameters=frees, keeps_last_span=self._plan.turns, prefetches=self._overlap
         )
 
@@ -251,7 +252,7 @@ def compute_rank_ranges(names: Sequence[str], numbers: Tensor) -> dict[str, Rank
     return {name: RankRange(*spread) for name, *spread in spreads if not isnan(spread[1])}
 
 
-class Bandwidths:
+class CollectiveBandwidths:
     """Bandwidths of ranks in collectives, by tier of the cluster. `keys`, `waits`: collectives (OP/AXES) and axes, as
     the columns of a step's bytes and seconds of waiting have them; `reach`: axes -> the widest tier that their groups
     span."""

@@ -295,7 +295,7 @@ class StepReport:
 @dataclass(frozen=True)
 class Copied:
     """Answer of a rank that has copied its share of the training state to host memory, ready to be written. `tensors`:
-    name -> global shape, on rank 0 alone; `values`: all that is no tensor, from `State.read_values`."""
+    name -> global shape, on rank 0 alone; `values`: all that is no tensor, from `RankTrainingState.read_values`."""
 
     tensors: dict[str, list[Count]]
     values: dict[str, Any]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint import memory_recovery as recovery
-from platform.checkpoint.blocks import Block, Box, Chain, HeldTensor, Share, state_name
+from platform.checkpoint.blocks import Block, BlockChain, Box, HeldTensor, Share, state_name
 from platform.checkpoint.snapshots import Copy, MemoryMap, Snapshot
 from platform.config.fields import Config, SentConfig
 from platform.optimizer.optimizers import AVERAGE, SIDES
@@ -25,7 +25,7 @@ from platform.predict.make_plan import make_plan
 from platform.train.faults import WORDS
 from platform.train.replies import Damage, Differences, Dispute
 from platform.train.trainer import Trainer
-from platform.train.training_state import State, all_gather_values, list_state_tensors
+from platform.train.training_state import RankTrainingState, all_gather_values, list_state_tensors
 
 
 def is_divided(config: Config) -> bool:
@@ -55,7 +55,7 @@ class Formation:
 
 
 @dataclass(frozen=True)
-class Source:
+class MemorySource:
     """State in workers' memory that a new generation continues from: the snapshots taken after training step `step` in
     the earlier generation of number `generation`.
 
@@ -88,7 +88,7 @@ class Source:
         new = {member: rank for rank, member in enumerate(self.seats)}
         return {old: new[member] for old, member in zip(self.kept, self.members_of_ranks(self.kept), strict=True)}
 
-    def list_surviving_chains(self, held: MemoryMap) -> list[Chain]:
+    def list_surviving_chains(self, held: MemoryMap) -> list[BlockChain]:
         """Return the chains of blocks of the training state that survived a failure in workers' memory, each with the
         ranks of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
         chains, copies, readers = held.chains, held.copies, held.map_readers(self.new_rank_by_old, self.distrusted)
@@ -97,7 +97,7 @@ class Source:
             readers = {self.gathered.index(old): (new,) for old, new in self.new_rank_by_old.items()}
         return recovery.find_surviving_chains(chains, copies, readers)
 
-    def plan_handovers(self, held: MemoryMap) -> tuple[list[Chain], list[Copy]]:
+    def plan_handovers(self, held: MemoryMap) -> tuple[list[BlockChain], list[Copy]]:
         """Return how survivors of a failure pass parts of the state on before the mesh re-forms: the chains of blocks
         that they can read, by their index among the `gathered` ranks; and the copies that survivors without a new rank
         send to others."""
@@ -113,7 +113,7 @@ def find_source(
     size: int,
     distrusted: Collection[tuple[int, int]] = (),
     plans: Mapping[int, Plan] = MappingProxyType({}),
-) -> tuple[Source | None, list[str]]:
+) -> tuple[MemorySource | None, list[str]]:
     """Find the newest training state that is whole in the members' memory, for a new generation to continue from, or
     None if only storage is left; and say why newer states are not whole, in a line each.
 
@@ -134,13 +134,13 @@ def find_source(
             more_missing = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more_missing}")
             continue
-        needed = _choose_covering_ranks(part_keepers, survivors, held.memories, size)
+        needed = _choose_few_covering_ranks(part_keepers, survivors, held.memories, size)
         gathered = survivors if len(needed) > size else []
-        return Source(generation, step, old, needed[:size], gathered, survivors, damaged_ranks), reasons
+        return MemorySource(generation, step, old, needed[:size], gathered, survivors, damaged_ranks), reasons
     return None, reasons
 
 
-def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
+def take_seats(source: MemorySource, seats: Sequence[int]) -> MemorySource | None:
     """Return `source` (training state in survivors' memory) with its readers settled, now that the new mesh has its
     members: `seats`, the member at each rank. None if no survivor is among them. If a survivor without a rank holds a
     part that no other has, all survivors are `gathered` first."""
@@ -151,18 +151,18 @@ def take_seats(source: Source, seats: Sequence[int]) -> Source | None:
     return replace(source, kept=kept_ranks, gathered=source.survivors, seats=list(seats)) if kept_ranks else None
 
 
-def _choose_covering_ranks(
-    keepers: recovery.Keepers, alive: Sequence[int], memories: Sequence[object], size: int
+def _choose_few_covering_ranks(
+    keepers: recovery.Keepers, alive: Sequence[int], memories: Sequence[object], new_size: int
 ) -> list[int]:
     """Choose a few of the surviving ranks `alive` whose in-memory snapshots together are the whole training state: at
-    most `size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `keepers`: a result
+    most `new_size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `keepers`: a result
     of `map_keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with
     others."""
     chosen, ranks_by_memory = set(alive), Counter(memories[rank] for rank in alive)
     for rank in reversed(alive):
         memory = memories[rank]
         shares = ranks_by_memory[memory] > 1
-        if len(chosen) > size and (shares or recovery.is_recoverable(keepers, ranks_by_memory.keys() - {memory})):
+        if len(chosen) > new_size and (shares or recovery.is_recoverable(keepers, ranks_by_memory.keys() - {memory})):
             chosen.remove(rank)
             ranks_by_memory -= Counter([memory])
     return sorted(chosen)
@@ -186,7 +186,7 @@ def compute_checksum(x: Tensor) -> Tensor:
     return total
 
 
-def compare_replicas(trainer: Trainer, state: State, before: Snapshot | None) -> Differences:
+def compare_replicas(trainer: Trainer, state: RankTrainingState, before: Snapshot | None) -> Differences:
     """Compare weights and optimizer state over replicas, before an update, to find corrupted memory; all ranks call it
     together and get the same result.
 
@@ -275,7 +275,7 @@ def _find_damaged_copies(trainer: Trainer, names: Collection[str]) -> list[str]:
     return [n for n, p in copies if p in fresh and compute_checksum(fresh[p]) != compute_checksum(weights.compute[p])]
 
 
-def _find_changed_tensors(state: State, before: Snapshot | None, names: Collection[str]) -> list[str]:
+def _find_changed_tensors(state: RankTrainingState, before: Snapshot | None, names: Collection[str]) -> list[str]:
     """Return the tensors of the training state, among `names`, of which this rank's block differs from the snapshot
     `before` taken after the last update, and so was damaged in memory; [] without a snapshot."""
     held = {h.name: h for h in state.held}

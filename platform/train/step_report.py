@@ -15,7 +15,7 @@ from platform.plan.plan_summary import BUBBLE, COMPUTING, DATA, OPTIMIZER, SNAPS
 from platform.plan.step_collectives import step_collectives
 from platform.runtime.communicator import Communicator
 from platform.runtime.parallel_ops import is_due, list_parameter_layers
-from platform.train.rank_parameters import Bandwidths, compute_rank_ranges
+from platform.train.rank_parameters import CollectiveBandwidths, compute_rank_ranges
 from platform.train.replies import GAUGES, RankRange, SlowRank, StepReport, Taken
 from platform.train.trainer import SECTIONS
 
@@ -30,7 +30,7 @@ def add_unaccounted_seconds(report: StepReport, seconds: float) -> None:
     report.step_seconds += remainder
 
 
-class Combiner:
+class ReportCombiner:
     """Combines every rank's report on a training step into one on rank 0, through `communicator`, so that the driver
     reads a single one. A rank whose own work (without waiting for others) takes more than `slow` times the median of
     its pipeline stage is reported as slow; `slow` = 0 reports none. `layers`: monitor.layers, steps between reports of
@@ -55,7 +55,7 @@ class Combiner:
         self._moved = sorted(moved)
         self._waits = sorted({key.partition("/")[2] for key in moved} - {STAGE})  # messages: in the bubble
         self._layers, self._routed = list_parameter_layers(plan), 2 * plan.sizes.get("experts", 0)
-        self._bandwidths = Bandwidths(plan.mesh, self._moved, self._waits, reach)
+        self._bandwidths = CollectiveBandwidths(plan.mesh, self._moved, self._waits, reach)
         self._gauges: Mapping[str, float] | None = None  # of rank 0, when the ranges were taken last
         self._workers: dict[str, RankRange] = {}
 

@@ -25,12 +25,12 @@ from platform.plan.scheme import lent_by_layer
 from platform.plan.simulate import StageRows
 from platform.plan.step_collectives import counts_at, grad_norm_slices
 from platform.runtime import flat_buffers
-from platform.runtime.clock import Clock, ClockReading
+from platform.runtime.clock import ClockReading, SectionClock
 from platform.runtime.communicator import Communicator
-from platform.runtime.compilation import Trial
+from platform.runtime.compilation import CompileTrial
 from platform.runtime.einsum import Deferred
 from platform.runtime.expert_rows import update_router_states
-from platform.runtime.parallel_ops import ParallelOps, PassPosition, Watched, gradient_squares, is_due
+from platform.runtime.parallel_ops import ActivationWatch, ParallelOps, PassPosition, gradient_squares, is_due
 from platform.runtime.pipeline import sum_tied_gradients
 from platform.runtime.progress import PROGRESS
 from platform.train.faults import Fault, arm_fault, flip_bit
@@ -82,7 +82,7 @@ class Trainer:
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.aligned = config.monitor.timeline
-        self.clock = communicator.clock = Clock(communicator.device, detailed=self.aligned)
+        self.clock = communicator.clock = SectionClock(communicator.device, detailed=self.aligned)
         self._of_lengths: dict[int, StagePasses] = {}
         self.passes = self.passes_of_length(config.model.length)  # of the current step
 
@@ -110,7 +110,7 @@ class Trainer:
     def step(
         self, step: int, limit: float = inf, fault: Fault | None = None, verify: Callable[[], Differences] | None = None
     ) -> StepReport:
-        """Run training step `step` (from 1) and return this rank's report, which `Combiner` aggregates.
+        """Run training step `step` (from 1) and return this rank's report, which `ReportCombiner` aggregates.
 
         If the loss or gradient norm is not finite, or the loss is above `limit`, nothing is updated and the report's
         `skipped` is true, alike on all ranks, because both numbers are global; `overflowed` too where that is due to
@@ -126,7 +126,7 @@ class Trainer:
             flip_bit(self.weights.own_masters if plan.zero == 3 else self.weights.compute)
         clock.entered = arm_fault(fault) if fault and fault.kind not in ("nan", "flip") else None
         passes = self.enter_step(step)
-        watched = Watched(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None
+        watched = ActivationWatch(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None
         passes.ops.watched, passes.ops.routed = watched, {}
         with clock.time_section("step"):
             loss, norm = self.compute_gradients(step)
@@ -248,13 +248,17 @@ class Trainer:
         each length that sequences are going to have. Where any rank cannot compile something, none runs compiled from
         now on, as replicas must round alike. Return what this rank cannot compile, and why, in a line; "" for nothing.
         """
-        trial, passes_by_length = Trial(), [self.passes_of_length(n) for n in list_remaining_lengths(self.config, step)]
+        trial = CompileTrial()
+        passes_by_length = [self.passes_of_length(n) for n in list_remaining_lengths(self.config, step)]
         row = [action for action in self._stage_actions(step) if not action.microbatch]
         with self.communicator.suspend_counting():
             for self.passes in passes_by_length:
                 ops, stage = self.passes.ops, self.passes.stage
                 compiler, ops.compiler = ops.compiler, trial
-                for ops.watched in (*([Watched(stage, self.communicator)] if self.config.monitor.layers else []), None):
+                for ops.watched in (
+                    *([ActivationWatch(stage, self.communicator)] if self.config.monitor.layers else []),
+                    None,
+                ):
                     self._run_passes(step, row, 1.0, self.passes.build_lone_stage)
                     self.weights.finish_reductions()
             if self.config.eval.every:

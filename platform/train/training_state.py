@@ -17,8 +17,8 @@ from platform.boundary.schema import Malformed, OpenMap
 from platform.boundary.storage import Storage
 from platform.checkpoint.blocks import (
     Block,
+    BlockChain,
     Box,
-    Chain,
     HeldTensor,
     Share,
     list_held_states,
@@ -27,7 +27,7 @@ from platform.checkpoint.blocks import (
     local_blocks,
     state_name,
 )
-from platform.checkpoint.buffer import Image, LiveBlocks
+from platform.checkpoint.buffer import FileImage, LiveBlocks
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.memory_recovery import recover_state
 from platform.checkpoint.moves import World, fill_blocks, restore_checkpoint
@@ -79,7 +79,7 @@ def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
     return HeldTensor(f"{side}.{name}", h.dtype, whole_box.extent, {whole_box: ranks})
 
 
-class State:
+class RankTrainingState:
     """Training state of one rank's trainer, as checkpoints and snapshots store it. `held`: all tensors of the run's
     state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, MOMENT.PARAMETER for each of the
     `moments` that are kept of it (the optimizer's, and the average), and parameters without gradient."""
@@ -100,15 +100,15 @@ class State:
         self.held = list_state_tensors(self._plan, self.moments)
         own_names = (h.name for h in self.held if any(self._communicator.rank in ranks for ranks in h.holders.values()))
         self._mine = set(own_names)
-        self._image: Image | None = None
+        self._image: FileImage | None = None
         self._blocks, self._where = LiveBlocks([]), [-1]  # the blocks, and the addresses of their tensors
 
     @property
-    def checkpoint_image(self) -> Image:
+    def checkpoint_image(self) -> FileImage:
         """Return the host-memory buffer that holds this rank's checkpoint file before it is written, allocated once."""
         if self._image is None:
             parts = list_written_parts(self.held, self._communicator.rank)
-            self._image = Image(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
+            self._image = FileImage(self._communicator.rank, parts, pinned=self._communicator.device.type == "cuda")
         return self._image
 
     def live_blocks(self) -> LiveBlocks:
@@ -182,7 +182,7 @@ class State:
         assert start_weights
         return start_weights
 
-    def recover_state(self, survived: Sequence[Chain], node: NodeSnapshot | None) -> None:
+    def recover_state(self, survived: Sequence[BlockChain], node: NodeSnapshot | None) -> None:
         """Recover this rank's training state from in-memory snapshots of any plan that survivors of a failure can read;
         all ranks call it together. `survived`: chains of blocks with their readers; `node`: snapshot that this rank can
         read, None if it has none; see `platform.checkpoint.memory_recovery.recover_state`."""

@@ -39,15 +39,15 @@ from platform.runtime.progress import PROGRESS
 from platform.train import environment_proof, replies
 from platform.train.faults import Fault
 from platform.train.gauges import GAUGES
-from platform.train.generator import Generator
-from platform.train.state_recovery import Source, compare_replicas, is_divided
-from platform.train.step_report import Combiner, add_unaccounted_seconds
+from platform.train.generator import TextGenerator
+from platform.train.state_recovery import MemorySource, compare_replicas, is_divided
+from platform.train.step_report import ReportCombiner, add_unaccounted_seconds
 from platform.train.trainer import Trainer
-from platform.train.training_state import State, all_gather_values, attempt_fill
-from platform.train.worker_records import Observed
+from platform.train.training_state import RankTrainingState, all_gather_values, attempt_fill
+from platform.train.worker_records import RecordingWorker
 
 
-class Worker(Observed):
+class Worker(RecordingWorker):
     """Member `number` of a crew: answers the driver's calls in a worker's process. In each generation it is seated as
     one of the ranks or is a spare. Arguments of calls are read as the signatures here declare them, results as
     `platform.train.replies` does. `run_dir`: the run directory; `threads`: number of torch's threads on the
@@ -61,9 +61,9 @@ class Worker(Observed):
     """
 
     trainer: Trainer | None = None  # from `build_trainer` to `leave`, as are these
-    state: State | None = None
-    combiner: Combiner | None = None
-    _generator: Generator | None = None  # from the first question of a generation on
+    state: RankTrainingState | None = None
+    combiner: ReportCombiner | None = None
+    _generator: TextGenerator | None = None  # from the first question of a generation on
 
     def __init__(self, config: Config, number: int, *, device: str, run_dir: str, threads: int):
         """Initialise the worker process of crew member `number`, on `device` (cpu | cuda), without a rank yet."""
@@ -137,8 +137,8 @@ class Worker(Observed):
         self._unheld = None
         data = open_run_corpus(c, entry=corpus)
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.decode_rows(rows), fresh)
-        self.state = State(self.trainer)
-        self.combiner = Combiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers, reach or {})
+        self.state = RankTrainingState(self.trainer)
+        self.combiner = ReportCombiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers, reach or {})
         GAUGES.start_reading(self.communicator.device)
         shared = False
         if c.elastic.snapshot_interval:
@@ -271,7 +271,7 @@ class Worker(Observed):
         self._finish_snapshot()
         return time.perf_counter() - begin
 
-    def exchange_snapshots(self, source: Source, rank: int, store: tuple[str, int], generation: str) -> None:
+    def exchange_snapshots(self, source: MemorySource, rank: int, store: tuple[str, int], generation: str) -> None:
         """Exchange parts of in-memory snapshots between surviving workers, before a mesh forms in which some of them
         get no rank: the others receive the parts that only these hold. Called on all `gathered` members of the source,
         each with its index among them as `rank`. Their connections, made in `store` under the prefix `generation`,
@@ -284,7 +284,7 @@ class Worker(Observed):
         communicator.connect_peers(find_copy_peers(passed, rank))
         memory.exchange_handovers(passed, source.step, rank, communicator.transfer, source.distrusted)
 
-    def recover_state(self, source: Source) -> None:
+    def recover_state(self, source: MemorySource) -> None:
         """Recover this rank's training state from `source`, snapshots in survivors' memory, and snapshot it under this
         generation's plan, lest a failure at once lose it. All ranks call it together, also ranks that hold nothing."""
         assert self.state
@@ -346,12 +346,12 @@ class Worker(Observed):
             return {split: self.trainer.compute_mean_loss(split, count) for split, count in samples.items()}
 
     @contextmanager
-    def _use_generator(self) -> Iterator[Generator]:
+    def _use_generator(self) -> Iterator[TextGenerator]:
         """Yield this worker's generator of texts, with the weights to be evaluated in place. The clock's records of
         this time are dropped: they belong to no training step, and an evaluation may have very many passes."""
         assert self.communicator and self.trainer
         if self._generator is None:
-            self._generator = Generator(self.config, self.plan, self.communicator, self.trainer.weights)
+            self._generator = TextGenerator(self.config, self.plan, self.communicator, self.trainer.weights)
         with self.trainer.use_evaluation_weights():
             yield self._generator
         self.trainer.clock.take_section_times()
@@ -359,12 +359,13 @@ class Worker(Observed):
     def continue_texts(
         self, texts: replies.AskedTexts, tokens: int, rule: replies.Choice, ends: list[int]
     ) -> list[replies.Written]:
-        """Continue each text by up to `tokens` tokens, on all ranks together; see `Generator.continue_texts`."""
+        """Continue each text by up to `tokens` tokens, on all ranks together; see `TextGenerator.continue_texts`."""
         with self._use_generator() as generator:
             return generator.continue_texts(texts, tokens, rule, ends)
 
     def score_texts(self, texts: replies.AskedTexts, starts: list[int]) -> list[replies.Scored]:
-        """Score each text from its token number `starts[i]` on, on all ranks together; see `Generator.score_texts`."""
+        """Score each text from its token number `starts[i]` on, on all ranks together; see
+        `TextGenerator.score_texts`."""
         with self._use_generator() as generator:
             return generator.score_texts(texts, starts)
 

@@ -1,7 +1,7 @@
 """Records that a worker keeps of itself, with a seat or without one.
 
-`Candidate`: a worker as far as the driver examines it before it gets a seat. `Observed` adds profiles of steps,
-launches of collectives, and a dump where the worker does not go on.
+`UnseatedWorker`: a worker as far as the driver examines it before it gets a seat. `RecordingWorker` adds profiles of
+steps, launches of collectives, and a dump where the worker does not go on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from platform.train.step_profile import RankProfile
 from platform.train.trainer import Trainer
 
 
-class Candidate:
+class UnseatedWorker:
     """Worker without a seat, which answers what the driver asks to know whether it may get one. `run_dir`: the run
     directory."""
 
@@ -113,7 +113,7 @@ class Candidate:
         return "cuda:0"
 
 
-class Observed(Candidate):
+class RecordingWorker(UnseatedWorker):
     """Worker as far as it records its own work. `rank`, `generation`: its seat; `number`: in the crew."""
 
     trainer: Trainer | None = None

@@ -24,7 +24,7 @@ from platform.weights import model_folder
 from platform.weights.exporting import SHARD, TYPES, export_model, open_exportable
 from platform.weights.families import FAMILIES
 from platform.weights.importing import import_model, open_importable, swap_in_averages
-from platform.weights.model_folder import SavedModel, read_companion_files, read_export_files
+from platform.weights.model_folder import SavedModel, read_companions_and_tokenizer_lack, read_export_files
 from platform.weights.tensor_names import parse_stored_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -62,7 +62,7 @@ def _import_weights(arguments: argparse.Namespace) -> int:
     import`; return exit status 0. Raises ConfigError unless all of the model is known."""
     source_model = open_importable(arguments.source, "source", drop=arguments.drop)
     storage = open_storage(arguments.url, "url")
-    files, why_no_tokenizer = read_companion_files(source_model.saved, "source")
+    files, why_no_tokenizer = read_companions_and_tokenizer_lack(source_model.saved, "source")
     with refuse_full_disk("url", strip_url_secrets(arguments.url)):
         directory = import_model(source_model, storage, files)
     if why_no_tokenizer:

@@ -140,7 +140,7 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def _build_shared_rules(
+def _build_rules_of_both_versions(
     llama: Sequence[Rule], expert_defaults: tuple[int, int, int], default_weight_scale: float, default_dense_layers: int
 ) -> list[Rule]:
     """Return the rules for a config.json that DeepSeek-V2 and V3 share, with the defaults in which they differ: those
@@ -194,7 +194,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     {**_FIXED, "router": "softmax", "router_normalised": False, "rope_pairs": "neighbours"},
     [
-        *_build_shared_rules(build_llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
+        *_build_rules_of_both_versions(build_llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
         Renamed("num_experts_per_tok", "experts_per_token"),
         FunctionRule("topk_method n_group topk_group", _read_router_groups, _write_router_groups),
         Only("scoring_func", ("softmax",), written=False),
@@ -211,7 +211,7 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     {**_FIXED, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
     [
-        *_build_shared_rules(_V3_LLAMA, (256, 2048, 1), 2.5, 3),
+        *_build_rules_of_both_versions(_V3_LLAMA, (256, 2048, 1), 2.5, 3),
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("n_group", "router_groups", 8),
         Renamed("topk_group", "router_groups_kept", 4),

@@ -25,7 +25,7 @@ from platform.weights import tensor_names
 from platform.weights.config_keys import ConfigJson, Family, Free
 from platform.weights.importing import SOURCE
 from platform.weights.model_folder import CONFIG, INDEX, SINGLE, WEIGHTS, special_token_ids
-from platform.weights.tensor_names import Stored, choose_family, find_family, functional_keys, list_parameters
+from platform.weights.tensor_names import HfTensor, choose_family, find_family, functional_keys, list_parameters
 
 METADATA = {"format": "pt"}
 TYPES = ("float64", "float32", "bfloat16", "float16")
@@ -48,7 +48,7 @@ class Exportable:
     fused: bool = False
 
     @cached_property
-    def tensors(self) -> list[Stored]:
+    def tensors(self) -> list[HfTensor]:
         """List the tensors of a model to export, named and ordered as transformers stores them."""
         return tensor_names.list_stored_tensors(self.model, self.family, self.fused)
 
@@ -57,13 +57,13 @@ class Exportable:
         """Return the names of our parameters without gradient, which rounding would change for good."""
         return {name for name, (p, _) in list_parameters(self.model).items() if p.is_state}
 
-    def element_type(self, stored: Stored) -> str:
+    def element_type(self, stored: HfTensor) -> str:
         """Return the element type of an exported tensor, such as "bfloat16"; a router's bias keeps the checkpoint's."""
         kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
         kept = self._state_names.issuperset(part.name for part in stored.parts)
         return ("" if kept else self.dtype) or max(kinds, key=TYPES[::-1].index)
 
-    def read_stored_tensor(self, stored: Stored) -> Tensor:
+    def read_stored_tensor(self, stored: HfTensor) -> Tensor:
         """Read a tensor in transformers' form and the exported type from the checkpoint. Raises Refused or OSError."""
         checkpoint = self.storage, self.directory, self.manifest
         blocks = [read_tensor(*checkpoint, f"model.{part.name}", part.box) for part in stored.parts]

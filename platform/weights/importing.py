@@ -42,7 +42,7 @@ from platform.data.tokenizer_files import has_tokenizer
 from platform.optimizer.optimizers import AVERAGE
 from platform.weights import FROM_HF, tensor_names
 from platform.weights.model_folder import CONFIG, Place, SavedModel
-from platform.weights.tensor_names import Stored, find_family, functional_keys, list_parameters, parse_stored_model
+from platform.weights.tensor_names import HfTensor, find_family, functional_keys, list_parameters, parse_stored_model
 
 SOURCE = "source"  # value of an imported checkpoint's metadata: the config.json that it was imported from
 
@@ -54,7 +54,7 @@ class Importable:
 
     saved: SavedModel
     model: Model
-    tensors: tuple[tuple[Stored, str], ...]
+    tensors: tuple[tuple[HfTensor, str], ...]
 
     @property
     def pieces_by_tensor(self) -> list[list[Piece[Place]]]:
@@ -91,10 +91,10 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
             setattr(config.model, key, value)
     config.train.init, config.model.source = config.train.init or source, ""
     said = "data.tokenizer" in typed or config.data.tokenizer != "train" or config.data.kind == "synthetic"
-    return [] if said else _set_tokenizer_from_source(config, source)
+    return [] if said else _set_or_refuse_source_tokenizer(config, source)
 
 
-def _set_tokenizer_from_source(config: Config, source: str) -> list[str]:
+def _set_or_refuse_source_tokenizer(config: Config, source: str) -> list[str]:
     """Set data.tokenizer in place to the one beside the saved model at `source`; return a refusal line if none is, and
     one is needed: data=tokens needs none, and with data.foreign_tokenizer any does."""
     folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
@@ -120,7 +120,7 @@ def open_importable(source: str, key: str, model: Model | None = None, drop: Seq
         return Importable(saved, expected_model, tuple(_match_weight_names(saved, expected_model, drop)))
 
 
-def _match_weight_names(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[Stored, str]]:
+def _match_weight_names(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[HfTensor, str]]:
     """Return the tensors of a model that transformers saved, each with its name in the files, for `open_importable`."""
     family = find_family(saved.config)
     names = [name for name in saved.tensors if not any(fnmatchcase(name, pattern) for pattern in drop)]
@@ -139,7 +139,7 @@ def _name_model_in_errors(saved: SavedModel) -> AbstractContextManager[None]:
     return rephrase_refusals(lambda line: f"{saved.url}: {line}")
 
 
-def _violations_of_shapes(saved: SavedModel, tensors: Sequence[tuple[Stored, str]]) -> Iterator[str]:
+def _violations_of_shapes(saved: SavedModel, tensors: Sequence[tuple[HfTensor, str]]) -> Iterator[str]:
     """Yield one line for all saved tensors of another shape than the model's, and one for tensors that hold no
     floating-point numbers. `tensors`: (tensor expected, its name in the files)."""
     unequal = [(s, name) for s, name in tensors if saved.tensors[name][1].shape != s.shape]

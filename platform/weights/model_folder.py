@@ -28,7 +28,7 @@ from platform.data.chat_templates import ConfinedTokenizer
 from platform.data.tokenizer import OWN, Vocabulary, build_vocabulary
 from platform.data.tokenizer_files import CONFIG as BESIDE_CONFIG
 from platform.data.tokenizer_files import JSON, has_tokenizer, read_json_map, read_tokenizer_files
-from platform.weights.tensor_names import MatrixPart, Stored
+from platform.weights.tensor_names import HfTensor, MatrixPart
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -147,7 +147,7 @@ class SavedModel:
             seen |= described.keys()
             yield from ((name, (file, t)) for name, t in described.items())
 
-    def split_into_pieces(self, stored: Stored, name: str) -> list[Piece[Place]]:
+    def split_into_pieces(self, stored: HfTensor, name: str) -> list[Piece[Place]]:
         """Return the pieces of our parameters in the tensor `stored` of a saved model, called `name` in its files, each
         of at most LARGEST_BLOCK bytes and a row, in the order of the file where it can be."""
         file, t = self.tensors[name]
@@ -250,7 +250,7 @@ GENERATION = "generation_config.json"
 _ROLES = ("bos", "eos", "pad")
 
 
-def read_companion_files(saved: SavedModel, key: str) -> tuple[dict[str, bytes], str]:
+def read_companions_and_tokenizer_lack(saved: SavedModel, key: str) -> tuple[dict[str, bytes], str]:
     """Read the files beside a model that transformers saved (its tokenizer, generation_config.json), name -> bytes,
     and why the tokenizer is not among them, "" if it is. `key`: the configuration key or argument that names the
     model."""
@@ -306,7 +306,7 @@ def find_companion_files(url: str) -> tuple[str, dict[str, bytes]]:
     try:
         if is_saved_model(url):
             saved = SavedModel(url)
-            return saved.place, read_companion_files(saved, "source")[0]
+            return saved.place, read_companions_and_tokenizer_lack(saved, "source")[0]
         storage, name, manifest = catalogue.select_checkpoint(url, "source")
     except (ConfigError, Refused, OSError):
         return url, {}

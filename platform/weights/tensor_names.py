@@ -38,7 +38,7 @@ class MatrixPart:
 
 
 @dataclass(frozen=True)
-class Stored:
+class HfTensor:
     """Tensor of theirs, by name, and the parameters of ours that it holds: it is the matrix of their rows, one after
     another, or a row of each in turn (`alternate`); `turned`: stored with columns first; `vector`: its matrix has one
     column, and it is stored as a vector; `stacked`: the number of experts whose matrices it stacks, else 0."""
@@ -81,11 +81,11 @@ def list_parameters(m: Model) -> dict[str, tuple[Parameter, tuple[int, ...]]]:
     return {p.name: (p, tuple({**model.sizes, **dict(p.sizes)}[d] for d in p.dims)) for p in model_parameters}
 
 
-def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) -> list[Stored]:
+def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) -> list[HfTensor]:
     """List the tensors by which transformers stores a model of a family, in its order, with stacks of experts if
     `stacks_experts`. Each parameter is in one. Raises ConfigError, naming the parameters for which the family has
     none."""
-    tensors: list[Stored] = []
+    tensors: list[HfTensor] = []
     unmatched = list_parameters(m)
     if (count := sum(shape[0] for p, shape in unmatched.values() if _is_per_expert(p))) > MOST_MATRICES:
         raise ConfigError(f"names: {count} matrices of experts are more than {MOST_MATRICES}")
@@ -98,18 +98,20 @@ def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) 
         vector = name.endswith("bias") or first.name.endswith(".gain") or len(first.dims) == 1
         if row.by_head:
             each = [tuple(_describe_one_matrix(*one, head) for one in row_parameters) for head in range(m.heads)]
-            tensors.append(Stored(name, tuple(chain.from_iterable(each)), row.turned))
+            tensors.append(HfTensor(name, tuple(chain.from_iterable(each)), row.turned))
             continue
         if not _is_per_expert(first):
             matrices = tuple(_describe_matrix(*one, vector) for one in row_parameters)
-            tensors.append(Stored(name, matrices, row.turned, vector))
+            tensors.append(HfTensor(name, matrices, row.turned, vector))
             continue
         each = [tuple(_describe_one_matrix(*one, e) for one in row_parameters) for e in range(m.experts)]
         if "{e}" in name:
-            tensors += [Stored(name.replace("{e}", str(e)), parts, row.turned, vector) for e, parts in enumerate(each)]
+            tensors += [
+                HfTensor(name.replace("{e}", str(e)), parts, row.turned, vector) for e, parts in enumerate(each)
+            ]
         else:
             parts = tuple(chain.from_iterable(each))
-            tensors.append(Stored(name, parts, row.turned, vector, row.alternate, m.experts))
+            tensors.append(HfTensor(name, parts, row.turned, vector, row.alternate, m.experts))
     if unmatched:
         raise ConfigError(f"names: {family.architecture} has no tensor for {', '.join(unmatched)}")
     return tensors
@@ -144,7 +146,7 @@ def _describe_one_matrix(p: Parameter, shape: tuple[int, ...], number: int) -> M
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedTensors:
     """Tensors of a checkpoint of transformers by the names under which a family has them. `there`: the family's name ->
     the name in the files; `repeated`: (name in the files, name of the family) of tensors that must equal another."""
 
@@ -153,8 +155,8 @@ class Matched:
 
 
 def match_tensor_names(
-    names: Collection[str], wanted: Iterable[Stored], m: Model, family: Family
-) -> tuple[Matched, list[str]]:
+    names: Collection[str], wanted: Iterable[HfTensor], m: Model, family: Family
+) -> tuple[MatchedTensors, list[str]]:
     """Match the names in the files of a model that transformers saved with the tensors `wanted`; return the tensors
     found, and a line for the missing and one for the foreign ones."""
     known = {tensor.name for tensor in wanted}
@@ -173,7 +175,7 @@ def match_tensor_names(
     if foreign_names:
         foreign = _join_names(file_by_name[name] for name in foreign_names)
         lines.append(f"names: {foreign}: no part of {family.architecture} with this config.json")
-    return Matched(names_in_files, repeated), lines
+    return MatchedTensors(names_in_files, repeated), lines
 
 
 def _join_names(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from platform.config.fields import Config
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
-from platform.train.generator import Generator
+from platform.train.generator import TextGenerator
 from platform.train.replies import AskedTexts, Choice, Scored, Written
 from platform.train.trainer import Trainer
 from tests.harness import reference_transformer
@@ -23,7 +23,7 @@ from tests.harness.threads import run_threads
 LOUD = 4.0  # weights are so much larger than initial ones, so that the likeliest token changes from place to place
 
 
-class Watched(Generator):
+class Watched(TextGenerator):
     """Keeps the logits of every pass, [rows, vocab] of the last token, from the ranks that speak for rows."""
 
     def __init__(self, *given: Any):

@@ -17,7 +17,7 @@ from platform.boundary.storage import open_storage
 from platform.checkpoint.__main__ import main
 from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest
 from platform.checkpoint.moves import read_tensor
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from tests.harness.storage_job import META, Job, meta, values
 
 SHAPES = {"model.a": (6, 4), "model.b": (5,), "exp_avg.a": (6, 4), "count": ()}
@@ -155,7 +155,7 @@ def test_the_saver_waits_for_nobody(tmp_path):
         return job.write(storage, directory)
 
     storage = open_storage(str(tmp_path))
-    saver = Saver(storage, last=1)
+    saver = CheckpointSaver(storage, last=1)
     saver.start_save(job.shapes, meta(1), write)
     assert saver.is_saving and saver.poll_events() == [] and not saver.wait(0.01)
     with pytest.raises(AssertionError, match="one save at a time"):
@@ -173,7 +173,7 @@ def test_what_a_worker_raises_is_an_event(tmp_path):
     def write(directory):
         raise RuntimeError("worker 3 is gone\nwith a long story")
 
-    saver = Saver(open_storage(str(tmp_path)), tries=2, pause=0)
+    saver = CheckpointSaver(open_storage(str(tmp_path)), tries=2, pause=0)
     saver.start_save({}, meta(1), write)
     assert saver.wait(30)
     assert [e["reason"] for e in saver.poll_events()] == ["RuntimeError: worker 3 is gone"] * 2

@@ -13,7 +13,7 @@ import pytest
 from platform import launch
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import escape_unprintable
-from platform.cluster.shown_commands import Phases
+from platform.cluster.shown_commands import PhaseTimes
 from platform.config import run_rules
 from platform.config.composition import open_composer
 from platform.config.fields import KEYS, LONGEST, Config, Train, flatten_config
@@ -76,7 +76,7 @@ def refusal(tmp_path_factory):
         began = time.thread_time()
         with pytest.raises(ConfigError) as error:
             given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", *arguments], multirun=False)
-            launch._plan_jobs(given, Phases())
+            launch._plan_jobs(given, PhaseTimes())
         assert time.thread_time() - began < 3.0
         assert os.listdir(private) == []
         assert all(line.isprintable() for line in error.value.violations)

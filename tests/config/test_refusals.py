@@ -6,7 +6,7 @@ import pytest
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.shown_commands import Phases
+from platform.cluster.shown_commands import PhaseTimes
 
 FOUND = [
     ("elastic.faults=[[5:kill:1]]", "elastic.faults=[[5:kill:1]]: "),
@@ -33,7 +33,7 @@ FOUND = [
 def test_found(argument, start):
     with pytest.raises(ConfigError) as error:
         given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False)
-        launch._plan_jobs(given, Phases())
+        launch._plan_jobs(given, PhaseTimes())
     assert any(line.startswith(start) for line in error.value.violations)
 
 

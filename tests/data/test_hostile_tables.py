@@ -97,7 +97,7 @@ def test_children_are_used_again(tmp_path):
 
 def test_a_child_knows_neither_secrets_nor_torch(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    parser = confinement.Parser(TABLES)
+    parser = confinement.ParserProcess(TABLES)
     with pytest.raises(Malformed):
         parser.request_answer(
             {"do": "open", "form": "arrow", "size": 0, "columns": []},

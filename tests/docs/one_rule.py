@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from platform.plan.__main__ import main
 from platform.plan.layout import Layout
-from platform.plan.rule import COLLECTIVES, Conversion, Step, contract_layouts, partial_axes
+from platform.plan.rule import COLLECTIVES, Conversion, RelayoutStep, contract_layouts, partial_axes
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "one-rule.md"
@@ -37,10 +37,10 @@ def tensor(name: str, dims: str, only: str | None) -> Tensor:
     )
 
 
-def moves(name: str, dims: Sequence[str], steps: Sequence[Step]) -> list[str]:
+def moves(name: str, dims: Sequence[str], steps: Sequence[RelayoutStep]) -> list[str]:
     """Return one word per collective of `steps`, e.g. `AllGather_x(W, M)`; slices are free."""
 
-    def word(step: Step) -> str:
+    def word(step: RelayoutStep) -> str:
         moved = name if step.op in ("all_reduce", "broadcast", "reduce") else f"{name}, {dims[step.dim]}"
         return f"{step.op.title().replace('_', '')}_{''.join(step.axes)}({moved})"
 

@@ -126,7 +126,7 @@ def examines(typed: Typed, arguments: str, bench: Bench) -> None:
     """Run a command of the doctor up to where it would start workers."""
     seen = []
     bench.monkeypatch.setattr(
-        doctor, "_examine_workers", lambda config, plan, *_: seen.append(plan) or doctor.Report([], {})
+        doctor, "_examine_workers", lambda config, plan, *_: seen.append(plan) or doctor.DoctorReport([], {})
     )
     assert doctor.main(shlex.split(arguments)) == doctor.SOUND and seen
     assert all(line in bench.capfd.readouterr().out for line in typed.shown)

@@ -166,7 +166,7 @@ class FakeCrew(Crew):
         self.hire_workers(job.world_size + spares)
 
     @property
-    def members(self):
+    def ready_members_by_number(self):
         return {n: Member(n, f"n{n % self._nodes}", 1000 + n) for n in sorted(self.workers)}
 
     @property

@@ -22,7 +22,7 @@ from typing import Any
 from platform.boundary import local_files
 from platform.boundary.local_files import LocalStorage
 from platform.checkpoint import snapshots
-from platform.checkpoint.buffer import Image
+from platform.checkpoint.buffer import FileImage
 from platform.train.generator import RankPass
 from platform.train.worker import Worker
 
@@ -108,7 +108,7 @@ def _around(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 if FOLDER in os.environ:
     local_files.os = _Os()  # type: ignore[attr-defined]
     LocalStorage.write, LocalStorage.delete = _told(LocalStorage.write, "write"), _told(LocalStorage.delete, "delete")  # type: ignore[method-assign]
-    Image.fill_parts = _around(Image.fill_parts, "snapshot")  # type: ignore[method-assign]
+    FileImage.fill_parts = _around(FileImage.fill_parts, "snapshot")  # type: ignore[method-assign]
     snapshots._transfer_parts = _around(snapshots._transfer_parts, "copies")
     Worker.score_texts = _around(Worker.score_texts, "score")  # type: ignore[method-assign]
     Worker.continue_texts = _around(Worker.continue_texts, "continue")  # type: ignore[method-assign]

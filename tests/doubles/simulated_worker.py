@@ -16,7 +16,7 @@ from platform.runtime.progress import PROGRESS
 from platform.train.environment_proof import describe_environment
 from platform.train.faults import Fault, inject_failure
 from platform.train.replies import Built, Findings, Joined, StepReport, Taken
-from platform.train.state_recovery import Source
+from platform.train.state_recovery import MemorySource
 
 LATE_STEP = 1  # in which everybody takes long, and so is asked for beats; a first step may last
 MOVED = ("all_gather/data", "all_reduce/data", "all_reduce/t", "reduce_scatter/data", "send/stage")
@@ -171,7 +171,7 @@ class SimulatedWorker:
         assert len(domains) == self.world_size and rows
         return Built(1_367_000_000, "cpu", None, ["exp_avg", "exp_avg_sq"])
 
-    def recover_state(self, source: Source):
+    def recover_state(self, source: MemorySource):
         assert len(source.new_rank_by_old) <= self.world_size
 
     def step(self, step, limit=math.inf, faults: list[Fault] = ()):

@@ -2,14 +2,14 @@
 
 import torch
 
-from platform.train.state_recovery import Source
+from platform.train.state_recovery import MemorySource
 from platform.train.worker import Worker
 
 
 class StaleWorker(Worker):
     """Recovers the step before the one that it is asked for."""
 
-    def recover_state(self, source: Source):
+    def recover_state(self, source: MemorySource):
         for memory in self.memories.values():
             for snapshot in memory._places.values():
                 snapshot._step += torch.tensor([1, 0])
@@ -19,7 +19,7 @@ class StaleWorker(Worker):
 class ForgetfulWorker(Worker):
     """Recovers the parameters without the optimizer's moments."""
 
-    def recover_state(self, source: Source):
+    def recover_state(self, source: MemorySource):
         super().recover_state(source)
         for w in self.trainer.weights.own_masters.values():
             self.trainer.optimizer.state[w]["exp_avg"].zero_()

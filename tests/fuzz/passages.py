@@ -17,7 +17,7 @@ from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.train.state_recovery import Formation, find_source
 from platform.train.trainer import Trainer
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
 from tests.harness.seats import seated
 from tests.harness.threads import run_threads
@@ -34,7 +34,7 @@ class OnStorage:
 
     def keep(self, trainer: Trainer, step: int) -> Any:
         """Return what one rank wrote, and of what."""
-        state = State(trainer)
+        state = RankTrainingState(trainer)
         state.checkpoint_image.fill_parts(state.live_blocks())
         report = state.checkpoint_image.write_file(self.storage, self.writing)
         return report, {held.name: held.shape for held in state.held}, state.read_values()
@@ -49,7 +49,9 @@ class OnStorage:
         pass
 
     def restore(self, trainer: Trainer) -> None:
-        State(trainer).restore_checkpoint(self.storage, self.directory, load_manifest(self.storage, self.directory))
+        RankTrainingState(trainer).restore_checkpoint(
+            self.storage, self.directory, load_manifest(self.storage, self.directory)
+        )
 
     def end(self) -> None:
         for name in self.storage.list_sizes(""):
@@ -68,7 +70,7 @@ class InMemory:
 
     def keep(self, trainer: Trainer, step: int) -> tuple[RankSnapshots, list[str]]:
         """Return one rank's snapshots, taken now, and the names of its optimizer's moments."""
-        state, here = State(trainer), trainer.communicator
+        state, here = RankTrainingState(trainer), trainer.communicator
         memory = opened(state.held, self._homes(trainer.plan.mesh.world_size), here, self.shared)
         take(memory, step, state.live_blocks(), state.read_values(), here.transfer)
         return memory, list(state.moments)
@@ -100,7 +102,9 @@ class InMemory:
 
     def restore(self, trainer: Trainer) -> None:
         memory = self.memories.get(trainer.communicator.rank)
-        State(trainer).recover_state(self.survived, memory.open_node_snapshot(self.step) if memory else None)
+        RankTrainingState(trainer).recover_state(
+            self.survived, memory.open_node_snapshot(self.step) if memory else None
+        )
 
     def end(self) -> None:
         pass

@@ -28,7 +28,7 @@ from platform.model.losses import register_loss
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
-from platform.train.generator import Generator
+from platform.train.generator import TextGenerator
 from platform.train.replies import AskedTexts
 from platform.train.trainer import Trainer
 from tests.fuzz.draw_data import KINDS, WEIGHED, open_data, weighed, write_files
@@ -279,7 +279,7 @@ def answers(trainer: Trainer) -> list[float]:
     texts = [
         [draw.randrange(c.model.vocab) for _ in range(n)] for n in (c.model.length + 1, 2, c.model.length // 2 + 2)
     ]
-    generator = Generator(c, trainer.plan, trainer.communicator, trainer.weights)
+    generator = TextGenerator(c, trainer.plan, trainer.communicator, trainer.weights)
     return found + [s.log_probability for s in generator.score_texts(AskedTexts(texts), [1] * len(texts))]
 
 

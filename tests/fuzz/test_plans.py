@@ -11,8 +11,8 @@ from platform.config.fields import Config, training_objective_name
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.runtime.flat_buffers import FlatBucket
 from platform.train import trainer
-from platform.train.rank_parameters import Weights
-from platform.train.training_state import State
+from platform.train.rank_parameters import RankWeights
+from platform.train.training_state import RankTrainingState
 from tests.fuzz import expert_plans, plans
 from tests.fuzz.draw_data import SOURCES, TEXTUAL
 from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS
@@ -98,15 +98,15 @@ def test_negative_control_forgotten_microbatches(monkeypatch):
 
 
 def test_negative_control_averages_of_another_decay(monkeypatch):
-    average = Weights.update_averages
+    average = RankWeights.update_averages
     wrong = lambda self, decay: average(self, decay / (1 + (self._plan.mesh.world_size > 1)))  # noqa: E731
-    monkeypatch.setattr(Weights, "update_averages", wrong)
+    monkeypatch.setattr(RankWeights, "update_averages", wrong)
     with pytest.raises(AssertionError, match="average of"):
         run(plans, SEED, COUNT)
 
 
 def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
-    recover = State.recover_state
+    recover = RankTrainingState.recover_state
 
     def forgetful(self, survived, node):
         recover(self, survived, node)
@@ -114,7 +114,7 @@ def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
             if ".experts." in name:
                 weight.data.zero_()
 
-    monkeypatch.setattr(State, "recover_state", forgetful)
+    monkeypatch.setattr(RankTrainingState, "recover_state", forgetful)
     with plans.opened(), pytest.raises(AssertionError, match="initial of .*experts"):
         for r in map(Random, range(HALF)):
             configs = plans.draw(r, "resume", tmp_path, experts=1.0)

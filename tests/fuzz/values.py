@@ -19,7 +19,7 @@ from unittest import mock
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.shown_commands import Phases
+from platform.cluster.shown_commands import PhaseTimes
 from platform.config import fields
 from platform.config.composition import open_composer
 from platform.config.fields import Config, flatten_config
@@ -188,7 +188,7 @@ def _argument(r: random.Random, kind: str) -> tuple[str, str]:
 def _planned(arguments: list[str], keys: list[str]) -> tuple[bool, float]:
     """Whether the arguments make a plan, and the seconds that so large a one may take."""
     try:
-        jobs = launch._plan_jobs(Namespace(config_dir=None, overrides=arguments, multirun=False), Phases())
+        jobs = launch._plan_jobs(Namespace(config_dir=None, overrides=arguments, multirun=False), PhaseTimes())
     except ConfigError as error:
         assert error.violations, f"refused without a word: {arguments!a}"
         for line in error.violations:

@@ -22,13 +22,13 @@ from platform.checkpoint.snapshots import MemoryMap, RankSnapshots, SharedMemory
 from platform.runtime import clock
 from platform.runtime.communicator import Communicator
 from platform.runtime.process_groups import join_default_group
-from platform.runtime.residency import Residency
+from platform.runtime.residency import ParameterResidency
 from platform.train import generator, rank_parameters
-from platform.train.rank_parameters import Weights
+from platform.train.rank_parameters import RankWeights
 from platform.train.replies import AskedTexts, Choice
 from platform.train.state_recovery import COPIES, _find_damaged_copies, compare_replicas
 from platform.train.trainer import Trainer
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from platform.train.worker import Worker
 from tests.harness import suite
 from tests.harness.card import CARD
@@ -61,7 +61,7 @@ def form(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 def write(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """Three tokens of two texts, up to where the text is made of them."""
     patch.setattr(torch.Tensor, "any", lambda *_: True)  # texts that go on
-    writer = generator.Generator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
+    writer = generator.TextGenerator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
     asked = AskedTexts([[1, 2, 3], [4, 5]]), 3, Choice(vocab=61), [60]
     with torch.no_grad(), pytest.raises(DynamicOutputShapeException):
         writer.continue_texts(*asked)
@@ -77,7 +77,7 @@ def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """Compute copies against those of replicas, and against fresh ones, as where these differ."""
     trainer.step(1)
     with pytest.raises(DataDependentOutputException):
-        compare_replicas(trainer, State(trainer), None)
+        compare_replicas(trainer, RankTrainingState(trainer), None)
     with pytest.raises(DataDependentOutputException):
         _find_damaged_copies(trainer, [f"{COPIES}.{next(iter(trainer.weights.compute))}"])
 
@@ -100,7 +100,7 @@ def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
     patch.setattr(Snapshot, "mark_incomplete", lambda self: self.__dict__.update(whole=None))
     patch.setattr(Snapshot, "mark_complete", lambda self, step, values: self.__dict__.update(whole=step))
     patch.setattr(Snapshot, "step", property(lambda self: self.__dict__.get("whole")))
-    worker, state = Worker.__new__(Worker), State(trainer)
+    worker, state = Worker.__new__(Worker), RankTrainingState(trainer)
     worker.config, worker.communicator, worker.trainer, worker.state = (
         trainer.config,
         trainer.communicator,
@@ -204,7 +204,7 @@ IDLE = {
     "PipelineExecutor.run_row: self._sending.popleft().wait()": HELD,
     "PipelineExecutor._send_activations: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
     "Communicator._send_rank: self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()": HELD,
-    "Clock.note_launch: wait()": "a time of a timeline alone is taken behind it",
+    "SectionClock.note_launch: wait()": "a time of a timeline alone is taken behind it",
     "RankSnapshots.finish_snapshot: self._begun.copied()": "for the clock: the "
     "thread that is waited for next has waited for it",
 }
@@ -267,11 +267,11 @@ def test_negative_control_a_wait_that_is_taken_away_is_found(names):
 
 
 TOO_EARLY = {
-    "zero=1": (Residency, "_move_to_span", lambda *_: None),
-    "generation, zero=1": (Residency, "_move_to_span", lambda *_: None),
+    "zero=1": (ParameterResidency, "_move_to_span", lambda *_: None),
+    "generation, zero=1": (ParameterResidency, "_move_to_span", lambda *_: None),
     "zero=1, 2d_gather": (rank_parameters, "first_reads_by_span", lambda chunk: [set(names) for names in chunk.spans]),
-    "comparison": (Weights, "wait_for_gathers", lambda self: None),
-    "averages": (Weights, "wait_for_gathers", lambda self: None),
+    "comparison": (RankWeights, "wait_for_gathers", lambda self: None),
+    "averages": (RankWeights, "wait_for_gathers", lambda self: None),
 }
 
 

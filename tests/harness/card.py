@@ -33,7 +33,7 @@ from platform.plan.chunks import ADDS_WIDE
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import process_groups
 from platform.predict.make_plan import make_plan
-from platform.runtime.chunked_loss import Classes, Targets, compute_loss_and_gradient
+from platform.runtime.chunked_loss import LossClasses, Targets, compute_loss_and_gradient
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.runtime.process_groups import ProcessGroups
 from platform.train.state_recovery import AT_ONCE
@@ -251,7 +251,7 @@ def of_an_update(c: Config, rank: int = 0) -> tuple[Trainer, dict[str, Counted]]
         return trainer, counter.sections
 
 
-def of_the_loss(c: Config, shape: tuple[int, int], dtype: torch.dtype, classes: Classes, gradient: bool) -> Counted:
+def of_the_loss(c: Config, shape: tuple[int, int], dtype: torch.dtype, classes: LossClasses, gradient: bool) -> Counted:
     """What the loss of logits of a shape and type launches eagerly, and its gradient by them."""
     with alone(c, 0, []) as trainer, KernelCounter(trainer.communicator) as counter, torch.no_grad():
         logits = torch.empty(shape, dtype=dtype, device=CARD)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from platform.checkpoint.blocks import Box, join_chains, list_written_parts
 from platform.plan.plan import Plan
 from platform.train.trainer import Trainer
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 
 
 def check_held(trainer: Trainer) -> None:
@@ -15,7 +15,7 @@ def check_held(trainer: Trainer) -> None:
 
     Raises AssertionError naming what differs.
     """
-    plan, communicator, state = trainer.plan, trainer.communicator, State(trainer)
+    plan, communicator, state = trainer.plan, trainer.communicator, RankTrainingState(trainer)
     rank, at, weights = communicator.rank, communicator.coordinates, trainer.weights
     for p in plan.parameters:
         start, stop = plan.shard_range(p, at) if plan.has_block(p, at) else (0, 0)

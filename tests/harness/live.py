@@ -21,7 +21,7 @@ from platform.config.fields import Config
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.runtime.flat_buffers import FlatBucket
-from platform.train.generator import Generator
+from platform.train.generator import TextGenerator
 from platform.train.replies import AskedTexts, Choice
 from tests.harness.oracle import trainer_of
 from tests.harness.threads import run_threads
@@ -166,7 +166,7 @@ def count_answering(c: Config, plan: Plan) -> int:
             trainer.step(1)
             live.peak = live.now
             with torch.no_grad():
-                generator = Generator(c, plan, communicator, trainer.weights)
+                generator = TextGenerator(c, plan, communicator, trainer.weights)
                 generator.score_texts(texts, [1] * n)
                 generator.continue_texts(read, 1, Choice(m.vocab))
             return live.peak

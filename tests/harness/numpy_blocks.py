@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from platform.plan.layout import Layout, Mesh, is_at_index_zero, locate_block
-from platform.plan.rule import Step
+from platform.plan.rule import RelayoutStep
 
 Blocks = list[np.ndarray | None]  # by rank; None where the tensor does not exist
 
@@ -42,13 +42,13 @@ def split(x: np.ndarray, dims: Sequence[str], layout: Layout, mesh: Mesh) -> Blo
     return [at(mesh.rank_coordinates(rank)) for rank in range(mesh.world_size)]
 
 
-def execute(steps: Sequence[Step], blocks: Blocks, mesh: Mesh) -> Blocks:
+def execute(steps: Sequence[RelayoutStep], blocks: Blocks, mesh: Mesh) -> Blocks:
     for step in steps:
         blocks = [_step(step, blocks, mesh, rank) for rank in range(mesh.world_size)]
     return blocks
 
 
-def _step(step: Step, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarray | None:
+def _step(step: RelayoutStep, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarray | None:
     if not is_at_index_zero(step.only, mesh.rank_coordinates(rank)):
         return blocks[rank]
     parts = [blocks[r] for r in mesh.group_of_rank(rank, step.axes)]

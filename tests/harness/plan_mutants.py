@@ -9,12 +9,12 @@ from fnmatch import fnmatch
 from platform.plan.chunks import Chunk
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.plan import Plan
-from platform.plan.rule import JOIN, SPLIT, Conversion, Step
+from platform.plan.rule import JOIN, SPLIT, Conversion, RelayoutStep
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice", "pad", "broadcast", "reduce")
 Change = Callable[[PlannedOperation], PlannedOperation]
 Put = Callable[[Conversion], PlannedOperation]
-Steps = Callable[[Sequence[Step]], Sequence[Step]]
+Steps = Callable[[Sequence[RelayoutStep]], Sequence[RelayoutStep]]
 
 
 def with_operations(plan: Plan, kind: str, name: str, change: Change) -> Plan:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import Spec
 from platform.plan.operation_plan import TRAFFIC, Collective, PlannedOperation, collective_label
-from platform.plan.operations.experts import Ends
+from platform.plan.operations.experts import RowEnds
 from platform.plan.plan import Plan
 from platform.plan.scheme import Lent
 from platform.plan.step_collectives import step_collectives
@@ -77,7 +77,7 @@ def _iterate_layer_passes(
     """Yield the passes of a layer in the microbatches of a step, from the way of its tokens to their experts."""
     (spec, _), (out_spec,), mesh = planned.operation.inputs, planned.operation.outputs, plan.mesh
     assert isinstance(spec, Spec)
-    ends, name = Ends.find_row_layout(plan.planner, spec, out_spec), planned.operation.name
+    ends, name = RowEnds.find_row_layout(plan.planner, spec, out_spec), planned.operation.name
     ranks = [r for r in range(mesh.world_size) if mesh.rank_coordinates(r)["stage"] == stage and name in routing[r]]
     seats = {rank: ends.exchange_seats(plan.planner, out_spec, rank) for rank in ranks}
     for number in range(len(routing[ranks[0]][name]) if ranks else 0):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from platform.boundary.storage import Storage
 from platform.checkpoint.blocks import Block, Box, HeldTensor, list_written_parts
-from platform.checkpoint.buffer import Image
+from platform.checkpoint.buffer import FileImage
 from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint
 from platform.checkpoint.manifest import Meta
 from platform.checkpoint.moves import World, restore_checkpoint
@@ -89,8 +89,8 @@ class Job:
                     out.append(Block(name, box, block))
         return out
 
-    def image(self, rank: int) -> Image:
-        image = Image(rank, list_written_parts(self.state, rank))
+    def image(self, rank: int) -> FileImage:
+        image = FileImage(rank, list_written_parts(self.state, rank))
         image.fill_parts(self.blocks(rank))
         return image
 
@@ -98,7 +98,7 @@ class Job:
         return [self.image(rank).write_file(storage, directory) for rank in range(self.world_size)]
 
     def save(self, storage: Storage, step: int = 1) -> str:
-        """One checkpoint, the way of `Saver` without its thread."""
+        """One checkpoint, the way of `CheckpointSaver` without its thread."""
         directory = choose_attempt_directory(storage, step)
         commit_checkpoint(storage, directory, self.shapes, self.write(storage, directory), meta(step))
         return directory

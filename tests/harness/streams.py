@@ -39,9 +39,9 @@ from platform.checkpoint import buffer
 from platform.config.fields import Config
 from platform.plan.plan import Plan
 from platform.runtime import recompute
-from platform.runtime.clock import Clock
-from platform.runtime.communicator import Communicator, Handle, SingleRank
-from platform.runtime.conversion import Pending
+from platform.runtime.clock import SectionClock
+from platform.runtime.communicator import CollectiveHandle, Communicator, SingleRank
+from platform.runtime.conversion import PendingConversion
 from platform.train import trainer as trainer_module
 from platform.train.trainer import Trainer
 from tests.harness.card import CARD, MODULE, AsOnNccl, alone
@@ -54,7 +54,7 @@ ROOT = Path(platform.__path__[0])
 ASKS_ONLY = re.compile("new_.*|.*_like")  # of its arguments it reads no more than shape and type
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 # What passes a wait on: the place that waits is the one that calls it
-PASSES_ON = {f.__code__ for f in (Handle.wait, Pending.wait, Pending.advance_collective)}
+PASSES_ON = {f.__code__ for f in (CollectiveHandle.wait, PendingConversion.wait, PendingConversion.advance_collective)}
 
 Clocks = dict[str, int]  # stream -> the number of its last work that is known to be done
 
@@ -309,7 +309,9 @@ class Recorder(TorchDispatchMode):
         )
         patch.setattr(torch.Tensor, "data_ptr", lambda x: self.address(x))
         patch.setattr(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
-        patch.setattr(trainer_module, "Clock", lambda device, detailed=False: Clock("cuda", detailed=detailed))
+        patch.setattr(
+            trainer_module, "SectionClock", lambda device, detailed=False: SectionClock("cuda", detailed=detailed)
+        )
 
     def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
         return Stream(self, f"stream {next(self._made[priority]) % POOL} of priority {priority}")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from platform import launch
 from platform.boundary.refusals import ConfigError
 from platform.cluster import asked_model, resources
-from platform.cluster.shown_commands import Phases
+from platform.cluster.shown_commands import PhaseTimes
 from platform.config import fields
 from platform.config.composition import Composer, open_composer
 from platform.jobs import planned_run
@@ -119,7 +119,7 @@ def launch_refused(composers, tmp_path, monkeypatch):
         typed = [f"+{a}" if a.startswith("experiment=") else a for a in arguments]
         typed = typed if chosen else ["+experiment=gpt_quick", *typed]
         try:
-            launch._plan_jobs(Namespace(config_dir=None, overrides=typed, multirun=False), Phases())
+            launch._plan_jobs(Namespace(config_dir=None, overrides=typed, multirun=False), PhaseTimes())
         except ConfigError as error:
             assert not any(map(ONE_OF_MANY.search, error.violations)), error.violations
             return error.violations

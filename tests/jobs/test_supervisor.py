@@ -15,7 +15,7 @@ from platform.boundary.refusals import ConfigError
 from platform.cluster.run_directory import NOTICE
 from platform.jobs import supervisor
 from platform.jobs.__main__ import main
-from platform.jobs.supervisor import DRIVERS, Supervisor, SupervisorOptions, end_ray_job, find_ray_job
+from platform.jobs.supervisor import DRIVERS, DriverSupervisor, SupervisorOptions, end_ray_job, find_ray_job
 
 # Stands in for `python -m platform.launch`: the n-th one does the n-th thing of LIVES, after doing a step or not.
 DRIVER = """
@@ -60,7 +60,7 @@ def job(tmp_path, monkeypatch):
 
     def run(*lives, pause=0.0, environment=dict, **told):
         monkeypatch.setenv("LIVES", json.dumps(lives))
-        made = Supervisor(SupervisorOptions(["+experiment=a", "run.dir=run"], **told), environment, pause)
+        made = DriverSupervisor(SupervisorOptions(["+experiment=a", "run.dir=run"], **told), environment, pause)
         run.made = made
         return made.run()
 
@@ -198,7 +198,7 @@ def test_what_has_a_checkpoint_goes_on_from_it(job):
 
 def test_the_run_directory_must_be_named(tmp_path, capfd, monkeypatch):
     with pytest.raises(ConfigError, match="run.dir=: must be given"):
-        Supervisor(SupervisorOptions(["+experiment=a"])).run()
+        DriverSupervisor(SupervisorOptions(["+experiment=a"])).run()
     (tmp_path / "file").touch()
     assert main(["supervise", "--retries=1", "+experiment=a", f"run.dir={tmp_path}/file"]) == 2
     assert "cannot be used" in capfd.readouterr().err

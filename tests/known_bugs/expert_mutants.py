@@ -20,7 +20,7 @@ from platform.runtime import expert_rows
 from platform.runtime.parallel_ops import ParallelOps
 from platform.train import rank_parameters
 from platform.train.trainer import Trainer
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from platform.weights import tensor_names
 from tests.known_bugs.mutants import Mutant, mutant
 
@@ -258,7 +258,7 @@ def gate_and_up_change_places(part, p, shape, expert):
     return replace(found, name=f"{layer}.{other.get(last, last)}")
 
 
-@mutant(State, "load_initial_weights")
+@mutant(RankTrainingState, "load_initial_weights")
 def experts_stay_as_they_were_drawn(begin, self, *given):
     begin(self, *given)
     for name, weight in self._trainer.weights.master.items():
@@ -267,7 +267,7 @@ def experts_stay_as_they_were_drawn(begin, self, *given):
     self._trainer.weights.refresh_copies()
 
 
-@mutant(State, "restore_checkpoint")
+@mutant(RankTrainingState, "restore_checkpoint")
 def every_expert_is_the_first_after_a_restore(restore, self, *given, **more):
     restore(self, *given, **more)
     for name, weight in self._trainer.weights.master.items():

@@ -13,12 +13,12 @@ from platform.plan.layout import Stretch
 from platform.plan.operations.pointwise import ShiftOp
 from platform.plan.plan import Plan
 from platform.runtime import chunked_loss, communicator, panels, residual
-from platform.runtime.communicator import Arrived, Communicator
+from platform.runtime.communicator import ArrivedCollective, Communicator
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.parallel_ops import ParallelOps
 from platform.train import trainer
 from platform.train.stage_passes import StagePasses
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 
 Mutant = Callable[[MonkeyPatch], None]
 OUT = ("output_bias", "down_bias")  # of products whose contracted dim ranks split
@@ -122,7 +122,7 @@ def rows_as_wide_as_this_rank_s(widths, ops, *given):
     return [found[ops.communicator.group_index(given[-1])]] * len(found)
 
 
-@mutant(communicator, "close_gaps")
+@mutant(communicator, "drop_block_padding")
 def blocks_as_long_as_of_the_last_rank(closed, x, dim, parts):
     return closed(x, dim, parts._replace(extents=parts.extents[::-1]))
 
@@ -162,7 +162,7 @@ def another_mask_in_the_backward_pass(patch: MonkeyPatch) -> None:
     patch.setattr(residual._Dropout, "backward", staticmethod(backward))
 
 
-@mutant(State, "restore_checkpoint")
+@mutant(RankTrainingState, "restore_checkpoint")
 def moments_dropped(restore, self, *given, **more):
     restore(self, *given, **more)
     for moments in self._trainer.optimizer.state.values():
@@ -194,7 +194,7 @@ def _kept(which: str) -> Mutant:
     @mutant(Communicator, "launch")
     def kept(launch, self, op, x, axes, *given, name="", **more):
         handle = launch(self, op, x, axes, *given, name=name, **more)
-        return (handle.wait(), Arrived(x))[1] if name == which else handle
+        return (handle.wait(), ArrivedCollective(x))[1] if name == which else handle
 
     return kept
 

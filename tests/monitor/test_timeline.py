@@ -14,7 +14,7 @@ from platform.plan.schedule import COMPUTE, RECEIVES
 from platform.plan.simulate import lower_schedule, simulate
 from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
-from platform.runtime.clock import Clock
+from platform.runtime.clock import SectionClock
 from platform.train.replies import RankTimeline
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
@@ -123,7 +123,7 @@ def test_predicted_parts_of_a_step_lie_beside_measured_ones(tmp_path):
 
 
 def test_a_clock_reads_every_section_and_what_is_inside_it():
-    clock = Clock()
+    clock = SectionClock()
     with clock.time_section("outer"):
         with clock.time_section("inner"):
             pass

@@ -17,7 +17,7 @@ from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.matrices import AdafactorSums, MuonMatrices
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.oracle import compare, configure, counted, prove, run, serial, trainer_of
 from tests.harness.threads import run_threads
 
@@ -344,7 +344,7 @@ def test_what_is_kept_is_what_was_forecast(kind, plan):
     def on_rank(communicator):
         trainer = trainer_of(c, made, communicator)
         trainer.step(1)
-        kept = sum(b.tensor.nbytes for b in State(trainer).live_blocks() if not b.name.startswith("model."))
+        kept = sum(b.tensor.nbytes for b in RankTrainingState(trainer).live_blocks() if not b.name.startswith("model."))
         live = sum(x.nbytes for state in trainer.optimizer.state.values() for x in state.values()
                    if isinstance(x, torch.Tensor) and x.ndim)  # fmt: skip
         forecast = weight_bytes(trainer.stage, count_state_numbers(c), communicator.coordinates)["optimizer"]

@@ -21,7 +21,7 @@ from platform.predict.hardware import HardwareMistake, Link, parse_hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.price import group_seconds, message_seconds, price_work, product_seconds
 from platform.predict.step_price import build_step_work, read_hardware, step_configs
-from platform.predict.work import FUSED_BACKWARD, Product
+from platform.predict.work import FUSED_BACKWARD, MatrixProduct
 
 CPU = read_hardware("cpu")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "rotate")
@@ -52,7 +52,7 @@ def kernels(h):
     yield "copy", [1e8], 1e8 / h.bandwidth
     bare = replace(h, reached=replace(h.reached, memory=1.0))  # reads what it has just used
     for m, n, k in [(512, 768, 256), (512, 256, 1024), (2048, 256, 256), (512, 256, 16), (512, 16, 256), (33, 70, 90)]:
-        three = (Product(m, n, k), Product(m, k, n), Product(n, k, m))
+        three = (MatrixProduct(m, n, k), MatrixProduct(m, k, n), MatrixProduct(n, k, m))
         yield "product", [m, n, k], sum(product_seconds(p, bare, "fp32", 4) for p in three)
     for shape in ((4, 4, 256, 64), (1, 4, 1024, 64)):
         b, heads, length, width = shape
@@ -142,7 +142,7 @@ def test_no_factor_is_negative():
 
 
 def test_nothing_is_hidden_where_one_core_does_it_all():
-    large, wide = Product(256, 256, 256), Product(1, 4096, 4096)
+    large, wide = MatrixProduct(256, 256, 256), MatrixProduct(1, 4096, 4096)
     for p in (large, wide):
         hidden, added = (product_seconds(p, replace(CPU, ahead=ahead), "fp32", 4) for ahead in (True, False))
         assert hidden < added <= 2 * hidden

@@ -14,7 +14,7 @@ from platform.launch import compose_config
 from platform.predict import contenders, remedies, search
 from platform.predict.contenders import CHOOSABLE, MODE, SKETCH, Contender, SearchSpace, choosable
 from platform.predict.make_plan import make_plan
-from platform.predict.search import Field, choose_plan, search_plans
+from platform.predict.search import ContenderGrid, choose_plan, search_plans
 from platform.predict.step_price import read_hardware, step_price
 from tests.harness.oracle import configure, prove
 
@@ -69,14 +69,14 @@ def test_each_value_is_proposed_and_priced_exactly(add_key):
 def test_the_sketch_knows_what_enters_by_it(add_key):
     add_key("gathered")
     space = SearchSpace(compose_config([*SMALL, "tensor.gathered=auto"]))
-    rated, judged = Field(space, 4, ROOMY, read_hardware("h100")).rate_contenders()
+    rated, judged = ContenderGrid(space, 4, ROOMY, read_hardware("h100")).rate_contenders()
     assert judged == len(rated) == 2 and rated[0].seconds < rated[1].seconds
 
 
 def test_what_the_closed_form_does_not_know_is_decided_by_the_price(add_key):
     add_key("overlap")
     config = compose_config([*SMALL, "plan.search=[parallel.overlap]"])
-    rated, _ = Field(SearchSpace(config), 4, ROOMY, read_hardware("cpu")).rate_contenders()
+    rated, _ = ContenderGrid(SearchSpace(config), 4, ROOMY, read_hardware("cpu")).rate_contenders()
     assert len(rated) == 2 and rated[0].seconds == rated[1].seconds
     tried = searched("plan.search=[parallel.overlap]").tried
     assert [f.choice.overlap for f in tried] == [True, False]
@@ -87,8 +87,8 @@ def test_the_one_that_fits_is_chosen_and_a_user_types_it(add_key):
     add_key("gathered")
     keep, again = searched("tensor.gathered=auto").tried
     tight = searched("tensor.gathered=auto", memory=again.peak_memory)
-    assert tight.best_finalist and tight.best_finalist.choice.gathered == "again"
-    assert tight.space.format_overrides(tight.best_finalist.choice) == ["tensor.gathered=again"]
+    assert tight.quickest_fitting_finalist and tight.quickest_fitting_finalist.choice.gathered == "again"
+    assert tight.space.format_overrides(tight.quickest_fitting_finalist.choice) == ["tensor.gathered=again"]
 
 
 def test_it_is_chosen_beside_other_keys(add_key):
@@ -98,7 +98,7 @@ def test_it_is_chosen_beside_other_keys(add_key):
     found = searched("plan.search=[all]", "tensor.gathered=keep")
     assert {f.choice.gathered for f in found.tried} == {"keep", "again"}
     assert {f.choice.overlap for f in found.tried} == {True, False}
-    assert found.best_finalist and found.best_finalist.choice.overlap
+    assert found.quickest_fitting_finalist and found.quickest_fitting_finalist.choice.overlap
 
 
 def test_it_is_a_neighbour_of_a_plan(add_key, monkeypatch):

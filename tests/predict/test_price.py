@@ -40,7 +40,7 @@ from platform.predict.step_price import (
     read_hardware,
     step_price,
 )
-from platform.predict.work import FUSED_BACKWARD, Execution, Product, System, record_chunk_work
+from platform.predict.work import FUSED_BACKWARD, Execution, MatrixProduct, System, record_chunk_work
 
 A100 = read_hardware("a100_80g")
 SMALL = ["+experiment=gpt_quick", "model.layers=4", "parallel.data=1", "tensor=serial", "train.global_batch=32"]
@@ -204,10 +204,10 @@ def test_parts_add_up(scheme):
 
 
 def test_a_large_product_takes_what_the_device_reaches():
-    p = Product(8192, 108 * 256, 1 << 20)
+    p = MatrixProduct(8192, 108 * 256, 1 << 20)
     assert product_seconds(p, A100, "bf16", 2) == pytest.approx(p.flops / (312e12 * A100.reached.products), rel=1e-3)
     assert tiling_share(256, 128, 1, 108) == pytest.approx(0.7 * 8 / 108)  # eight tiles of 64 x 64, at 0.7 of the best
-    row = Product(1, 8192, 8192)  # a vector times a matrix reads the matrix
+    row = MatrixProduct(1, 8192, 8192)  # a vector times a matrix reads the matrix
     assert product_seconds(row, A100, "bf16", 2) == pytest.approx(8192 * 8194 * 2 / (2.039e12 * A100.reached.memory))
 
 

@@ -11,7 +11,7 @@ from hydra._internal.utils import get_args_parser
 
 from platform import launch
 from platform.cluster.resources import Supply
-from platform.cluster.shown_commands import Phases
+from platform.cluster.shown_commands import PhaseTimes
 from platform.config.composition import CONF
 from platform.launch import compose_config
 from platform.plan.__main__ import main
@@ -119,7 +119,7 @@ def test_sweeps_of_the_papers_are_legal(name, workers, monkeypatch):
     """Plans have both workers, and of eight as many as four heads and four layers can use."""
     monkeypatch.setattr("platform.cluster.resources._measure_supply", lambda *_: Supply(0, workers, "here"))
     arguments = get_args_parser().parse_intermixed_args(["-m", f"+experiment=paper/{name}", "cluster=processes"])
-    jobs = launch._plan_jobs(arguments, Phases())
+    jobs = launch._plan_jobs(arguments, PhaseTimes())
     assert len(jobs) > 1
     sizes = {job.plan.mesh.world_size for job in jobs}
     assert sizes == {4 if name.endswith("18") else 2} if workers == 2 else sizes <= {4, 8}

@@ -25,7 +25,7 @@ from platform.predict.recovery_price import (
     snapshot_price,
 )
 from platform.predict.step_price import read_hardware, step_price
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
 from tests.harness.metrics_rows import row
 from tests.harness.oracle import configure, trainer_of
@@ -46,7 +46,7 @@ def sent(c, plan, per_node: int) -> int:
     leaving = Counter[int]()
 
     def work(communicator):
-        state = State(trainer_of(c, plan, communicator))
+        state = RankTrainingState(trainer_of(c, plan, communicator))
         nodes = [str(rank // per_node) for rank in range(plan.mesh.world_size)]
         memory = opened(state.held, nodes, communicator)
 

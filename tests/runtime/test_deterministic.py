@@ -21,7 +21,7 @@ from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import use_deterministic_kernels
-from platform.runtime.process_groups import Messages
+from platform.runtime.process_groups import GlooMessages
 from platform.train.worker import Worker
 from tests.harness.card import alone
 from tests.harness.one_attention import OneAttention
@@ -69,7 +69,7 @@ def late(config: Config, plan: Plan, communicator: Communicator) -> Result:
 def as_they_come(config: Config, plan: Plan, communicator: Communicator) -> Result:
     """Three steps of a rank that adds up the parts of a reduce-scatter in whatever order they come."""
 
-    def reduce_scatter(self: Messages, given: Tensor, out: Tensor) -> Callable[[], None]:
+    def reduce_scatter(self: GlooMessages, given: Tensor, out: Tensor) -> Callable[[], None]:
         parts = [given[i] if i == self._me else torch.empty_like(out) for i in range(self._size)]
         works = self._exchange_tensors(lambda peer: given[peer], lambda peer: parts[peer])
 
@@ -81,7 +81,7 @@ def as_they_come(config: Config, plan: Plan, communicator: Communicator) -> Resu
         return wait
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Messages, "reduce_scatter", reduce_scatter)
+        patch.setattr(GlooMessages, "reduce_scatter", reduce_scatter)
         return compute(config, plan, communicator)
 
 

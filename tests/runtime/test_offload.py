@@ -11,7 +11,7 @@ import torch
 from platform.config.fields import Config
 from platform.plan.operation_plan import OffloadedActivation
 from platform.predict.make_plan import make_plan
-from platform.runtime.recompute import Offload
+from platform.runtime.recompute import ActivationOffload
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of
 from tests.harness.threads import run_threads
 
@@ -51,7 +51,7 @@ def test_it_is_what_one_process_computes(name):
 def test_negative_control_memory_that_is_given_to_two(monkeypatch):
     """Of what leaves, the first is overwritten by the second."""
     one = torch.empty(1 << 16, dtype=torch.uint8)
-    monkeypatch.setattr(Offload, "_take_host_bytes", lambda self, count: one[:count])
+    monkeypatch.setattr(ActivationOffload, "_take_host_bytes", lambda self, count: one[:count])
     with pytest.raises(AssertionError):
         prove(offloading(layers=3))
 
@@ -89,7 +89,7 @@ def test_what_is_needed_next_is_under_way():
 
 
 def test_a_pass_does_not_fetch_what_another_has_left():
-    offload = Offload(torch.device("cpu"))
+    offload = ActivationOffload(torch.device("cpu"))
     first, _ = offload.offload_activation(torch.ones(3))
     offload.begin_pass()
     second, _ = offload.offload_activation(torch.zeros(3))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from platform.checkpoint.blocks import Box, HeldTensor, Share
-from platform.checkpoint.buffer import Buffer
+from platform.checkpoint.buffer import HostBuffer
 from platform.runtime.pinned_memory import allocate_pinned_bytes
 
 
@@ -44,7 +44,7 @@ def test_to_the_byte_and_released_with_the_last_view(locked):
 
 def test_a_snapshot_s_buffer_is_locked_while_it_is_there(locked):
     tensor = HeldTensor("model.w", "float32", (3, 5), {Box((0, 0), (3, 5)): (0,)})
-    buffer = Buffer.build_aligned([Share(tensor, Box((0, 0), (3, 5)))], pinned=True)
+    buffer = HostBuffer.build_aligned([Share(tensor, Box((0, 0), (3, 5)))], pinned=True)
     assert list(locked.values()) == [60] == [buffer.data.numel()]
     del buffer
     gc.collect()

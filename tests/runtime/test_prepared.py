@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from platform.checkpoint import buffer
-from platform.checkpoint.buffer import Buffer
+from platform.checkpoint.buffer import HostBuffer
 from platform.runtime import compilation
 from platform.runtime.progress import PROGRESS
 from platform.train.worker import Worker
@@ -83,7 +83,7 @@ def test_all_snapshots_are_copied_in_one_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     buffer._stream_of_copies.cache_clear()
-    pinned = Buffer([], data=torch.zeros(0, dtype=torch.uint8))
+    pinned = HostBuffer([], data=torch.zeros(0, dtype=torch.uint8))
     pinned._pinned = True
     for _ in range(100):
         pinned.fill_parts([])

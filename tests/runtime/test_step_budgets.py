@@ -13,7 +13,7 @@ from platform.config.fields import Config
 from platform.launch import compose_config
 from platform.optimizer import optimizers
 from platform.runtime import flat_buffers
-from platform.runtime.chunked_loss import Classes
+from platform.runtime.chunked_loss import LossClasses
 from platform.runtime.flat_buffers import FlatBucket
 from platform.train.trainer import Trainer
 from tests.harness.card import CARD, Counted, alone, of_an_update, of_the_loss
@@ -180,7 +180,8 @@ def of_logits(dtype: torch.dtype, smoothing: float, gradient: bool) -> tuple[int
     """Kernels, and the bytes that each further logit of a token moves."""
     tokens, vocab = LOGITS
     one, two = (
-        of_the_loss(configure(), (tokens, n), dtype, Classes((), 0, n, smoothing), gradient) for n in (vocab, 2 * vocab)
+        of_the_loss(configure(), (tokens, n), dtype, LossClasses((), 0, n, smoothing), gradient)
+        for n in (vocab, 2 * vocab)
     )
     assert one.launched == two.launched
     return one.launched, (two.nbytes - one.nbytes) / (tokens * vocab)

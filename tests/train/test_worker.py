@@ -7,15 +7,15 @@ import pytest
 
 from platform.plan.simulate import stage_rows
 from platform.predict.choose_schedule import build_schedules
-from platform.runtime.clock import Clock
-from platform.runtime.communicator import Handle
+from platform.runtime.clock import SectionClock
+from platform.runtime.communicator import CollectiveHandle
 from platform.runtime.progress import PROGRESS
 from platform.train.worker import Worker
 from tests.harness.oracle import configure
 
 
 def test_progress_names_the_innermost_section_and_whether_it_waits():
-    clock, beats = Clock(), []
+    clock, beats = SectionClock(), []
 
     def note():
         beat = PROGRESS.build_heartbeat()
@@ -25,7 +25,7 @@ def test_progress_names_the_innermost_section_and_whether_it_waits():
     note()
     with clock.time_section("forward"):
         note()
-        Handle(clock, note, lambda: None).wait()
+        CollectiveHandle(clock, note, lambda: None).wait()
         note()
         with pytest.raises(ValueError), PROGRESS.mark_waiting("exchange"):
             note()

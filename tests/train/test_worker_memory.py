@@ -13,7 +13,7 @@ import torch
 
 from platform.checkpoint import buffer, snapshots
 from platform.checkpoint.blocks import Block, Box, HeldTensor, Share
-from platform.cluster.crew.heartbeats import Watch
+from platform.cluster.crew.heartbeats import HangWatch
 from platform.config.fields import Config
 from platform.plan.simulate import stage_rows
 from platform.predict.choose_schedule import build_schedules
@@ -202,7 +202,7 @@ def test_who_transfers_is_where_its_main_thread_is(worker):
     assert (settling.section, settling.waiting, settling.device) == ("transfer", True, "")
 
     def blamed(*beats):
-        watch = Watch(2.0, 0.0)
+        watch = HangWatch(2.0, 0.0)
         watch.workers_to_ask(range(len(beats)), 5.0)
         for number, beat in enumerate(beats):
             watch.note_heartbeat(number, replace(beat, seconds=4.0, busy=0.0), 5.0)
@@ -237,7 +237,7 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a, **o: log.append(f"copy {o}") or copy(*a))
     whole = Box((0,), (4,))
     part = Share(HeldTensor("model.w", "float32", (4,), {whole: (0,)}), whole)
-    wait = buffer.Buffer([part], pinned=True).start_copy([Block("model.w", whole, torch.ones(4))])
+    wait = buffer.HostBuffer([part], pinned=True).start_copy([Block("model.w", whole, torch.ones(4))])
     before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record {'blocking': True}"]
     assert log == before
     wait()

@@ -21,7 +21,7 @@ from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.parallel_ops import PassPosition
 from platform.train.replies import Differences
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from platform.weights import families
 from platform.weights.exporting import export_model, open_exportable
 from platform.weights.importing import import_model, open_importable
@@ -51,7 +51,7 @@ def started(folder: Path, precision: str) -> tuple[Config, Any]:
     c.train.init = str(folder)
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh), fresh=False)
-    State(trainer).load_initial_weights()
+    RankTrainingState(trainer).load_initial_weights()
     return c, trainer
 
 

@@ -16,7 +16,7 @@ from platform.checkpoint.moves import read_tensor
 from platform.config.fields import Config, Model
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from platform.weights.__main__ import main
 from platform.weights.deepseek import DEEPSEEK_V3
 from platform.weights.exporting import Exportable
@@ -49,7 +49,7 @@ EXPERTS = [{"plan": plan, "family": family, "source": source} for plan in OF_EXP
 
 def masters(c: Config, plan, communicator: Communicator) -> Result:
     trainer = trainer_of(c, plan, communicator, fresh=False)
-    State(trainer).load_initial_weights()
+    RankTrainingState(trainer).load_initial_weights()
     found = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     return Result(communicator.rank, 0.0, 0.0, {}, found, {}, [], None, [])
 

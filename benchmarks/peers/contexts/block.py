@@ -20,7 +20,7 @@ from platform.plan.layout import zigzag_order
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.parallel_ops import ParallelOps
-from platform.train.rank_parameters import Weights
+from platform.train.rank_parameters import RankWeights
 from tests.harness.oracle import configure
 
 RANKS = 2
@@ -101,7 +101,7 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Block:
     """Build our block on a rank, with our weights in flat buffers as in training."""
     c = configured(size)
     plan, specs = make_plan(c).stage_part(0), StackSpecs()
-    weights = Weights(plan, communicator, None, overlap=False)
+    weights = RankWeights(plan, communicator, None, overlap=False)
     with torch.no_grad():
         for name, w in g.weights.items():
             here = weights.compute[f"{NAME}.{name}"]

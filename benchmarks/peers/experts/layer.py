@@ -20,7 +20,7 @@ from platform.model.layers import StackSpecs
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.parallel_ops import ParallelOps
-from platform.train.rank_parameters import Weights
+from platform.train.rank_parameters import RankWeights
 from tests.harness.oracle import configure
 
 RANKS = 2
@@ -97,7 +97,7 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Layer:
     c = configured(size)
     plan = make_plan(c).stage_part(0)
     x, gradient, whole = g.x.clone().requires_grad_(), g.gradient, g.weights
-    weights = Weights(plan, communicator, None, overlap=False)
+    weights = RankWeights(plan, communicator, None, overlap=False)
     here = {p.name: p for p in plan.parameters if p.name.removeprefix(f"{NAME}.") in whole}
     for name, p in here.items():
         where = tuple(slice(at, at + n) for at, n in plan.locate_block(p, communicator.coordinates))

@@ -1,5 +1,5 @@
 """Control loop of a run: steps, loss spikes, slow workers, failures.
-`Former` forms a generation of workers, `Checkpoints` saves and restores.
+`GenerationFormer` forms a generation of workers, `Checkpoints` saves and restores.
 
 Its files in reading order: controller, evaluations, former, recruiter, examination, checkpoints, profiles,
 run_context, pulse.

@@ -1,4 +1,5 @@
-"""The driver's side of checkpoints: when a run saves (`Cadence`), how it saves, and which checkpoint it restores."""
+"""The driver's side of checkpoints: when a run saves (`CheckpointCadence`), how it saves, and which checkpoint it
+restores."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from platform.boundary.terminal import Say, show_phase
 from platform.checkpoint import catalogue
 from platform.checkpoint.catalogue import CarriedFiles, Lease, Selection, find_newest_checkpoint, load_manifest
 from platform.checkpoint.manifest import FileReport, Meta, Refused
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from platform.cluster.crew.crew import Crew, Worker
 from platform.cluster.crew.failures import GaveUp
 from platform.cluster.origin import find_resume_checkpoint, last_recorded_step
@@ -36,7 +37,7 @@ from platform.train.environment_proof import list_versions
 from platform.train.replies import Unwritten
 
 
-class Cadence:
+class CheckpointCadence:
     """Interval between checkpoints that `checkpoint.every` sets: every `steps` steps (0: none), or, if `seconds` is not
     None, once that many seconds have passed since the previous save began, or since the driver started."""
 
@@ -91,9 +92,9 @@ class Checkpoints:
         self._storage = open_storage(environment_proof.find_checkpoint_url(config))
         c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
         lease = Lease.take(self._storage, owner) if environment_proof.saves_checkpoints(config) else None
-        self._cadence = Cadence(c.every)
+        self._cadence = CheckpointCadence(c.every)
         self._leased = lease is not None and c.resume in _NEWEST  # this driver alone judges the run's checkpoints
-        self._saver = Saver(self._storage, last=c.keep, every=c.keep_every, lease=lease)
+        self._saver = CheckpointSaver(self._storage, last=c.keep, every=c.keep_every, lease=lease)
         self._wanted: SimpleQueue[str] = SimpleQueue()  # directory that the saver asks the workers to write
         self._reports: SimpleQueue[Reports] = SimpleQueue()  # the workers' answers
         self._writing = False  # the workers are writing

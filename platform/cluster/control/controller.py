@@ -1,7 +1,7 @@
 """Controller of a run: its states, the work done in each, and the transitions between them.
 
-It watches the steps: `check_replicas` finds damaged memory of workers, which fail and recover from the others; `Pace`
-knows the usual time of a step, and the time lost when steps are taken back; `Spikes` detects loss spikes
+It watches the steps: `check_replicas` finds damaged memory of workers, which fail and recover from the others;
+`StepPace` knows the usual time of a step, and the time lost when steps are taken back; `LossSpikes` detects loss spikes
 (`train.spike`), once for all ranks, and `train.on_spike` says what follows.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 
 from platform.boundary.terminal import warn_on_write_error
 from platform.boundary.world_faults import growing_pauses
-from platform.cluster.control.evaluations import Evaluations, Forecast, build_metrics_row
-from platform.cluster.control.former import Former, SnapshotLedger
-from platform.cluster.control.profiles import Profiles
+from platform.cluster.control.evaluations import Evaluations, StepForecaster, build_metrics_row
+from platform.cluster.control.former import GenerationFormer, SnapshotLedger
+from platform.cluster.control.profiles import StepProfiles
 from platform.cluster.control.recruiter import LOOK_SECONDS, ReformAdvisor
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, Worker
@@ -67,14 +67,14 @@ def _build_damage_failure(crew: Crew, generation: Generation, step: int, rank: i
     number, job = generation.seats[rank], generation.job
     more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
     cause = f"its {tensors[0]}{more} is not what its replicas hold"
-    member = crew.members.get(number, Member(number, "", 0))
+    member = crew.ready_members_by_number.get(number, Member(number, "", 0))
     return Failure(member, "damaged", f"step({step})", cause, rank, job.rank_name(rank), job.coordinates[rank])
 
 
-USUAL_STEPS = 32  # steps that `Pace.median_seconds` takes the median over
+USUAL_STEPS = 32  # steps that `StepPace.median_seconds` takes the median over
 
 
-class Pace:
+class StepPace:
     """Durations of the consecutive training steps that this driver has committed and that were not rolled back; its
     length is their number."""
 
@@ -111,7 +111,7 @@ RECENT_LOSSES = 32  # losses that the median is taken over
 _FEWEST = 8  # fewer losses than this: nothing is a spike, as a run's first losses say little
 
 
-class Spikes:
+class LossSpikes:
     """Tracks the losses of recent training steps, to detect a loss spike. `factor`: train.spike, how many times their
     median a loss may be; 0: any."""
 
@@ -149,14 +149,14 @@ class Controller:
     now; `worked`: at least one training step was committed, even if it was rolled back since; `pace`: durations of the
     committed steps; `held`: the newest step whose state this generation's workers hold in memory."""
 
-    def __init__(self, run: RunContext, former: Former):
+    def __init__(self, run: RunContext, former: GenerationFormer):
         """Prepare to drive a run of training steps, from forming its first mesh of workers by `former`."""
         self._config, self._steps, self._former = run.config, run.steps, former
         self._journal, self._monitor, self._signals = run.journal, run.monitor, run.signals
         self._checkpoints, self._evaluations = run.checkpoints, Evaluations(run)
-        self._faults, self._spikes = Faults(run.config.elastic.faults), Spikes(run.config.train.spike)
-        self.pace, self.forecast = Pace(), Forecast(run)
-        self._profiles = Profiles(run, self.forecast)
+        self._faults, self._spikes = Faults(run.config.elastic.faults), LossSpikes(run.config.train.spike)
+        self.pace, self.forecast = StepPace(), StepForecaster(run)
+        self._profiles = StepProfiles(run, self.forecast)
         self._useful = 0.0  # seconds of steps committed since the last event that reported them
         self._failures: Counter[int] = Counter()  # number of failures, by the step that failed
         self._stall = 0.0  # seconds that saving has stalled the run since the last metrics row
@@ -267,7 +267,7 @@ class Controller:
             if step == first:
                 self._journal.write(events.FirstStep(step=step))
                 self._report_traffic(generation)
-                self.forecast.predict_steps(generation, row)
+                self.forecast.forecast_generation(generation, row)
             self._profiles.note_step(generation, row)
             self._save_if_due(crew, step)
             if step < self._steps:
@@ -475,7 +475,7 @@ class Controller:
         self._checkpoints.abandon_save()
         lost = crew.release_members()
         seconds, numbers = perf_counter() - start, [failure.member.number for failure in lost]
-        self._journal.write(events.Released(lost=numbers, alive=len(crew.members), seconds=seconds))
+        self._journal.write(events.Released(lost=numbers, alive=len(crew.ready_members_by_number), seconds=seconds))
         return RunState.FORMING
 
     def take_unreported_seconds(self) -> float:

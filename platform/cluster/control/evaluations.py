@@ -1,8 +1,8 @@
 """Numbers that the driver adds to a run's steps: its forecast of their seconds, and evaluations of the model.
 
-`Forecast`: the parts of a step in predicted seconds, beside the measured ones. `Evaluations`: losses on held-out data,
-texts that the model makes of prompts, scores by tasks. `build_metrics_row` makes a row of metrics.jsonl of a step's
-report (docs/run-directory.md).
+`StepForecaster`: the parts of a step in predicted seconds, beside the measured ones. `Evaluations`: losses on held-out
+data, texts that the model makes of prompts, scores by tasks. `build_metrics_row` makes a row of metrics.jsonl of a
+step's report (docs/run-directory.md).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FITTED = ", fitted"  # at the end of a hardware's name
 AGAIN = 500  # steps between two changes of the plan
 
 
-class Forecast:
+class StepForecaster:
     """Forecast of the steps of a run's generation: predicted once its first step is done, and compared with the full
     steps that follow, of the final batch size and length. `parts`: predicted seconds by part, empty if no file
     describes the hardware; `of_step`: all that is predicted of a step of the generation, None if nothing is."""
@@ -73,14 +73,14 @@ class Forecast:
         self._again = 0  # step before which no other plan is taken
         self._proposal: ReformProposal | None = None  # of a better plan, until the mesh re-forms
 
-    def predict_steps(self, generation: Generation, row: MetricsRow) -> None:
+    def forecast_generation(self, generation: Generation, first_row: MetricsRow) -> None:
         """Predict the steps of a generation, in the journal and for its timeline, if their parts are measured. Done
-        after its first step, with that `row`, as it may take a second, which no recovery is to pay."""
+        after its first step, with that `first_row`, as it may take a second, which no recovery is to pay."""
         config, run = generation.formed.config, self._run
         self._steps.clear()
         self.of_step = None
-        self.parts, self._first, self._proposal = {}, row.step_seconds, None
-        if not row.parts:
+        self.parts, self._first, self._proposal = {}, first_row.step_seconds, None
+        if not first_row.parts:
             return
         try:
             fitted = self._fitted

@@ -90,7 +90,7 @@ def _examine_connections(
     """Return the doctor's findings on the network connections of each worker, by member number and check: with up to so
     many `partners`, of which the best counts, and with its node. One round of groups is measured after the other. Of a
     group that hangs all members have the error. `numbers`: the members, by rank."""
-    members = crew.members
+    members = crew.ready_members_by_number
     nodes = [members[number].node if number in members else "" for number in numbers]
     findings_by_member: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
     for number_of_round, (check, groups) in enumerate(groups_by_check(nodes, partners, job.device == "cuda")):
@@ -141,7 +141,7 @@ class Doctor:
         new = [number for number in members if number not in self._known]
         if not new or not self._should_examine(crew):
             return {}
-        start, crew_members = time.perf_counter(), crew.members
+        start, crew_members = time.perf_counter(), crew.ready_members_by_number
         outcome = examine_members(crew, self._job, members, thorough=self._asked == "full")
         self._known.update(new)
         names = {n: f"worker {n} on {crew_members[n].node}" for n in new if n in outcome.bad}
@@ -160,7 +160,7 @@ class Doctor:
         """Return True if the doctor examines this crew: by cluster.doctor, or if auto, on GPUs or several nodes."""
         if self._asked != "auto":
             return self._asked != "off"
-        return self._job.device == "cuda" or len({member.node for member in crew.members.values()}) > 1
+        return self._job.device == "cuda" or len({member.node for member in crew.ready_members_by_number.values()}) > 1
 
 
 _ALWAYS = {"train.compile": ["auto", "off"], "train.attention_kernel": ["auto", "math"]}  # what every worker can do

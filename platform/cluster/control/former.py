@@ -27,7 +27,7 @@ from platform.plan.simulate import simulate, stage_rows
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.tier_traffic import farthest_tiers
 from platform.runtime.compilation import may_compile
-from platform.train.state_recovery import Formation, Source, find_source, take_seats
+from platform.train.state_recovery import Formation, MemorySource, find_source, take_seats
 from platform.weights.importing import open_initial_weights
 
 
@@ -52,7 +52,7 @@ class SnapshotLedger:
         """Forget the snapshots of other generations of workers, which are dropped when this one takes a step."""
         self._newest = {number: held for number, held in self._newest.items() if number == generation}
 
-    def find_state_source(self, alive: Collection[int], size: int) -> tuple[Source | None, list[str]]:
+    def find_state_source(self, alive: Collection[int], size: int) -> tuple[MemorySource | None, list[str]]:
         """Return the newest training state that the members `alive` hold whole in memory, for a new mesh of `size`
         ranks, or None, and why newer states are not whole, a line each; see
         `platform.train.state_recovery.find_source`."""
@@ -66,7 +66,7 @@ class SnapshotLedger:
 _WIDTH = 300  # columns of a schedule table that is still shown
 
 
-class Former:
+class GenerationFormer:
     """Forms the generations of a run: seats workers as a mesh that goes on from the newest state. `recruiter` chooses
     members and plan; `ledger` lists the snapshots in the workers' memory."""
 
@@ -142,7 +142,7 @@ class Former:
             self.ledger.record_snapshot(generation, step)
         return generation
 
-    def _assign_seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], Source | None]:
+    def _assign_seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], MemorySource | None]:
         """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;
         None instead if no state in memory is whole or a checkpoint is newer. `members`: members that may be seated."""
         paths = member_paths(members)
@@ -172,7 +172,7 @@ class Former:
         if schedule.stages > 1:
             self._monitor.say(_describe_schedule(schedule))
 
-    def _hand_over_snapshots(self, crew: Crew, source: Source, number: int) -> None:
+    def _hand_over_snapshots(self, crew: Crew, source: MemorySource, number: int) -> None:
         """Let survivors that hold state in memory but get no seat in the new mesh send it to the seated ones, in a
         temporary group of all holders. `number`: number of the next generation."""
         order = source.members_of_ranks(source.gathered)
@@ -203,7 +203,7 @@ class Former:
             self._journal.write(events.Barred(numbers=sorted(barred), reasons=reasons))
             raise Reform(f"a new worker gets no seat: {reasons[0]}")
 
-    def _recover_state(self, crew: Crew, source: Source) -> int:
+    def _recover_state(self, crew: Crew, source: MemorySource) -> int:
         """Let all ranks recover the state from survivors' memory, journal it, and return the step of that state."""
         start = perf_counter()
         crew.call_ranks(Worker.recover_state, source)

@@ -1,4 +1,4 @@
-"""Profile of the steps that monitor.profile names: `Profiles` has the workers record them, and `merge_parts` merges
+"""Profile of the steps that monitor.profile names: `StepProfiles` has the workers record them, and `merge_parts` merges
 their parts into one file for Perfetto, beside the predicted step.
 
 Merging depends on the files alone, so that a later driver can go on where an earlier one ended.
@@ -29,7 +29,7 @@ from platform.boundary.local_files import replace_file, replace_text
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.schema import Count, Malformed
 from platform.boundary.terminal import warn_on_write_error
-from platform.cluster.control.evaluations import Forecast
+from platform.cluster.control.evaluations import StepForecaster
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, Worker
 from platform.config.run_rules import EVERY
@@ -285,11 +285,11 @@ def _gzip_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
     yield packer.flush()
 
 
-class Profiles:
+class StepProfiles:
     """Profile of a run's steps, as monitor.profile asks for one. The parts of it that workers write stay until the run
     has ended: a step that is done again after a failure replaces its part, and the merged trace is made again."""
 
-    def __init__(self, run: RunContext, forecast: Forecast):
+    def __init__(self, run: RunContext, forecast: StepForecaster):
         """Prepare the profile of a run; `forecast`: its predictions of steps."""
         first, last = run.config.monitor.profile or (0, -1)
         self._steps, self._ranks = range(first, last + 1), run.config.monitor.profile_ranks

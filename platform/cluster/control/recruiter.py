@@ -54,7 +54,9 @@ class Recruiter:
     def usable_members(self, crew: Crew) -> dict[int, Member]:
         """Return the crew members that may get a rank, by number: neither barred nor about to be taken away."""
         excluded = self.barred | crew.leaving_members
-        return {number: member for number, member in sorted(crew.members.items()) if number not in excluded}
+        return {
+            number: member for number, member in sorted(crew.ready_members_by_number.items()) if number not in excluded
+        }
 
     def choose_best_plan(self, members: int) -> Replanned | None:
         """Choose the configuration and plan of the run's next mesh for at most `members` workers, with devices of
@@ -141,7 +143,7 @@ class Recruiter:
         """Return how many more workers to start for the largest mesh and spares, as far as the cluster has room."""
         coming = len(crew.starting_members)  # read first: a worker that gets ready meanwhile counts twice, not never
         member_limit = int(min(self._most + self._config.elastic.spares, self._limit))
-        return member_limit - coming - len(crew.members.keys() - crew.leaving_members)
+        return member_limit - coming - len(crew.ready_members_by_number.keys() - crew.leaving_members)
 
 
 SLOW_STEPS = 5  # consecutive steps in which a worker must be slow to be reported

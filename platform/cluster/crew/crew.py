@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from platform.cluster.crew.failures import Failure, Member
 from platform.cluster.crew.heartbeats import NOTHING, CallMonitor
 from platform.cluster.crew.job import Job
-from platform.cluster.crew.switchboard import Switchboard
+from platform.cluster.crew.switchboard import ControlSwitchboard
 from platform.train.replies import WORDS
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Crew(AbstractContextManager["Crew"]):
 
     @property
     @abstractmethod
-    def members(self) -> Mapping[int, Member]:
+    def ready_members_by_number(self) -> Mapping[int, Member]:
         """Return the crew's worker processes that are alive and ready now, with or without a rank, by member number."""
 
     @property
@@ -143,7 +143,7 @@ class Launcher(ABC):
         driver is to listen, one that they can reach."""
 
     @abstractmethod
-    def launch_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: ControlSwitchboard) -> None:
         """Start worker processes for the members `numbers`, each of which will dial the driver's switchboard `board`
         and serve its worker there. The first call names all initial members."""
 

@@ -1,7 +1,7 @@
 """Heartbeats of workers, as the driver sees them: the call under way, and who hangs in it.
 
 `CallMonitor` asks for heartbeats once a call takes long, and now and then; a thread of the driver writes it to
-live.json (`platform.cluster.control.pulse`). `Watch` detects members that hang in a call: a hung process does not
+live.json (`platform.cluster.control.pulse`). `HangWatch` detects members that hang in a call: a hung process does not
 report itself, so the driver asks for heartbeats (beats) and judges by the answers."""
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ BUSY = 0.2  # share of its time from which a member is at work, and not blocked
 SLOWER = 3.0  # times the slowest answer to a beat that another one may take
 
 
-class Watch:
+class HangWatch:
     """Detects members that hang in one call of the driver: says which members to ask for a heartbeat (beat), and which
     ones hang. `within`: seconds without progress after which a member that is blocked hangs; one that is at work, or
     starved of processors, after LONGER times that and at least CALM_SECONDS, one that prepares something for the

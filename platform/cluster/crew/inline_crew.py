@@ -48,7 +48,7 @@ class InlineCrew(Crew):
         self._worker = assignment.construct_worker()
 
     @property
-    def members(self) -> Mapping[int, Member]:
+    def ready_members_by_number(self) -> Mapping[int, Member]:
         """Return the only member, whose worker runs in this process, under its number 0."""
         return {0: self._member}
 
@@ -69,7 +69,7 @@ class InlineCrew(Crew):
         fails."""
         word = str(method)
         call = format_call(word, args)
-        self.outlook.begin_call(word, call, {0: 0}, self.members, {0})
+        self.outlook.begin_call(word, call, {0: 0}, self.ready_members_by_number, {0})
         PROGRESS.begin_call(call)
         try:
             with self.outlook, refuse_process_end():

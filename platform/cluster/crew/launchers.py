@@ -26,7 +26,7 @@ def open_crew(kind: str, job: Job, spares: int = 0) -> Crew:
 
             return RemoteCrew(RayActors(embedded=kind == "local"), job, spares)
         case "torchrun":
-            from platform.cluster.crew.torchrun import Torchrun
+            from platform.cluster.crew.torchrun import TorchrunLauncher
 
-            return RemoteCrew(Torchrun(), job)
+            return RemoteCrew(TorchrunLauncher(), job)
     raise AssertionError(kind)

@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.02  # between two looks at the processes
 _KILL_SECONDS = 10.0  # for killed processes to be gone
 
 
-class Marked:
+class MarkedPrograms:
     """Programs that this process starts, and a directory for their files; a context that ends the ones and removes the
     other. `directory`: only this user can read it."""
 

@@ -32,7 +32,7 @@ from platform.cluster.crew.forked_workers import ForkServer, order_worker
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, usable_cores
 from platform.cluster.crew.ray_process import close_ray_process, share_ray_process
 from platform.cluster.crew.ray_session import DrainWatcher, EmbeddedRay, join_cluster, list_free_nodes, matches_labels
-from platform.cluster.crew.switchboard import Switchboard
+from platform.cluster.crew.switchboard import ControlSwitchboard
 from platform.cluster.crew.worker_host import serve_worker
 from platform.plan.layout import format_count
 
@@ -93,7 +93,7 @@ class DemandLedger:
         return [bundle for run in sorted(self._of) for count, bundle, _ in [self._of[run]] for _ in range(count)]
 
 
-class Desk:
+class DemandDesk:
     """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
 
     def __init__(self) -> None:
@@ -170,14 +170,14 @@ class Demand:
 
     @staticmethod
     def _find_demand_actor() -> Any:
-        """Return the Ray cluster's `Desk`, the actor that takes all runs' demands, started if there is none."""
+        """Return the Ray cluster's `DemandDesk`, the actor that takes all runs' demands, started if there is none."""
         import ray
 
         options: Mapping[str, Any] = {
             "name": _NAME, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True,
             "num_cpus": 0, "max_restarts": -1,
         }  # fmt: skip
-        return ray.remote(Desk).options(**options).remote()
+        return ray.remote(DemandDesk).options(**options).remote()
 
 
 _LOG = logging.getLogger("platform.cluster")
@@ -234,7 +234,7 @@ class RayActors(Launcher):
         everybody = self._here in nodes  # the driver's node is draining, and the run ends with it
         return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
 
-    def launch_workers(self, job: Job, numbers: Sequence[int], board: Switchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: ControlSwitchboard) -> None:
         """Start Ray actors for the workers `numbers`: the initial ones together, and wait until they run; hired ones
         where Ray has a place, without waiting."""
         tokens = {number: board.member_token(number) for number in numbers}

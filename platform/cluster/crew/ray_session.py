@@ -53,7 +53,7 @@ class EmbeddedRay:
         `gpus`: offer this machine's GPUs too."""
         self._opened = ExitStack()
         # readable by this user alone; Ray's own directory is open to all
-        self.directory = directory = self._opened.enter_context(leftovers.Marked()).directory
+        self.directory = directory = self._opened.enter_context(leftovers.MarkedPrograms()).directory
         _restrict_ray(directory)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ[leftovers.MARK] = directory

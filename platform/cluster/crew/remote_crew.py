@@ -1,5 +1,5 @@
-"""Crew whose members are other processes: ranks, calls, collected answers, and recovery after a member fails. `Roster`
-keeps who has started, dialled in, is ready, has ended."""
+"""Crew whose members are other processes: ranks, calls, collected answers, and recovery after a member fails.
+`MemberRoster` keeps who has started, dialled in, is ready, has ended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from platform.cluster.crew import channel, job
 from platform.cluster.crew.channel import Abort, Answer, Ask, Beat, Call, Dump, Dumped, Hello, Raised, Said, encode_json
 from platform.cluster.crew.crew import ByRank, Crew, Launcher, T, Worker, arguments_of_rank, format_call
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
-from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, CallMonitor, Watch
+from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, CallMonitor, HangWatch
 from platform.cluster.crew.job import START, Job, open_tcp_store
-from platform.cluster.crew.switchboard import Switchboard
+from platform.cluster.crew.switchboard import ControlSwitchboard
 from platform.train import replies
 from platform.train.replies import prepare_dump_folder, write_dump_summary
 
@@ -29,7 +29,7 @@ _ENDING_SECONDS = 2.0  # for a process to end after its connection has closed
 _LOOK_SECONDS = 0.1  # interval of checks on processes that have not dialled in
 
 
-class Roster:
+class MemberRoster:
     """Tracks the worker processes of a crew by member number, and carries messages to and from them.
 
     Attributes:
@@ -58,7 +58,7 @@ class Roster:
         WorkerFailed if one of them dies or fails to construct its worker."""
         with show_phase("starting workers", size, "workers", lambda: (self.num_arrived, size)):
             self.host = self._launcher.prepare_launch(self.job, size)
-            self.board = self._opened.enter_context(closing(Switchboard(self.host, self._launcher.key)))
+            self.board = self._opened.enter_context(closing(ControlSwitchboard(self.host, self._launcher.key)))
             self.hire_workers(size)
             job.preload_torch()
             while self.starting:
@@ -175,7 +175,7 @@ class RemoteCrew(Crew):
         all are ready; close the crew if that fails. Raises WorkerFailed."""
         self.job, self.can_hire, self._launcher = job, launcher.can_hire, launcher
         self._silence, self.outlook = job.config.elastic.hang_seconds, CallMonitor()
-        self._roster = Roster(launcher, job)
+        self._roster = MemberRoster(launcher, job)
         self.unstarted = self._roster.unstarted
         self._ranks: dict[int, int] = {}  # member number -> rank, in order
         self._unread: list[tuple[int, Said]] = []  # what members said while nothing was asked
@@ -197,7 +197,7 @@ class RemoteCrew(Crew):
         self.came = self._roster.came
 
     @property
-    def members(self) -> Mapping[int, Member]:
+    def ready_members_by_number(self) -> Mapping[int, Member]:
         self._unread += self._roster.poll_messages(0.0)
         return MappingProxyType(dict(sorted(self._roster.ready.items())))
 
@@ -207,7 +207,7 @@ class RemoteCrew(Crew):
 
     @property
     def leaving_members(self) -> Set[int]:
-        return self._launcher.find_leaving_members(self.members)
+        return self._launcher.find_leaving_members(self.ready_members_by_number)
 
     @property
     def starting_members(self) -> Set[int]:
@@ -342,7 +342,7 @@ class RemoteCrew(Crew):
         values: dict[int, Any] = {}
         failures, roster = self._failures, self._roster
         silence = min(within, max(self._silence, CALM_SECONDS))
-        pending, deadline, watch = set(self._ranks), inf, Watch(within, monotonic(), silence)
+        pending, deadline, watch = set(self._ranks), inf, HangWatch(within, monotonic(), silence)
         self.outlook.begin_call(method, call, self._ranks, dict(roster.ready), pending)
         with self._kill_on_close(), self.outlook:
             while len(values) < len(answering):
@@ -380,7 +380,7 @@ class RemoteCrew(Crew):
                     raise WorkerFailed(list(failures.values()))
         return values
 
-    def _note_heartbeat(self, number: int, message: Beat, watch: Watch) -> None:
+    def _note_heartbeat(self, number: int, message: Beat, watch: HangWatch) -> None:
         """Record a worker's heartbeat for `watch`, unless it is one of an earlier call, and for the outlook."""
         current, now = message.beat == self._call, monotonic()
         self.outlook.note_heartbeat(number, message.progress, now, current)

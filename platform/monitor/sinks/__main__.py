@@ -27,7 +27,7 @@ from platform.boundary.refusals import DONE, ConfigError, closest_values, format
 from platform.boundary.schema import Malformed
 from platform.monitor.json_records import METRICS
 from platform.monitor.sinks.alerts import SinkRun
-from platform.monitor.sinks.follower import Follower, lock_service
+from platform.monitor.sinks.follower import RunFollower, lock_service
 from platform.monitor.sinks.sink_process import SINKS, lack_of_package
 from platform.plan.layout import format_count
 
@@ -68,7 +68,9 @@ def _send_numbers(arguments: argparse.Namespace) -> int:
     config = _read_configuration(directory)
     for name in arguments.sinks:
         try:
-            _send_remaining(SinkRun(directory, config, _resolve_monitor_keys(config["monitor"])), name, arguments.all)
+            _send_remaining(
+                SinkRun(directory, config, _resolve_references_if_possible(config["monitor"])), name, arguments.all
+            )
         except Exception as error:  # of any package
             raise ServiceFailed(f"{SINKS[name].title}: {type(error).__name__}: {error}") from error
     return DONE
@@ -79,7 +81,7 @@ def _send_remaining(run: SinkRun, name: str, includes_held_steps: bool) -> None:
     that would be kept back."""
     say = partial(print, f"{SINKS[name].title}:", flush=True)
     with lock_service(run.directory, name, say):
-        follower = Follower(name, run, SINKS[name].open, alerts=False)
+        follower = RunFollower(name, run, SINKS[name].open, alerts=False)
         say(follower.sink.where)
         if includes_held_steps:
             follower.finalize_all_steps()
@@ -91,7 +93,7 @@ def _send_remaining(run: SinkRun, name: str, includes_held_steps: bool) -> None:
         follower.close(follower.status)
 
 
-def _resolve_monitor_keys(values: dict[str, Any]) -> dict[str, Any]:
+def _resolve_references_if_possible(values: dict[str, Any]) -> dict[str, Any]:
     """Return the run's keys of the group monitor with references such as ${oc.env:NAME} resolved, if all can be."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -125,7 +127,7 @@ def _follow_run(directory: Path, name: str) -> int:
     start = json.loads(driver.readline())
     run = SinkRun(directory, start["config"], start["monitor"], start["driver"])
     with lock_service(directory, name):
-        follower = Follower(name, run, SINKS[name].open)
+        follower = RunFollower(name, run, SINKS[name].open)
         with suppress(OSError):  # the driver may have died
             os.write(channel, (follower.sink.where + "\n").encode())
         if follower.sink.takes_steps:  # an alert's command has a minute, also where all processors are busy

@@ -1,4 +1,4 @@
-"""Alerts on a run: made of events in its journal, for people to know at once; and `Sink`, the interface of every
+"""Alerts on a run: made of events in its journal, for people to know at once; and `MonitorSink`, the interface of every
 service that gets a run's numbers: each does its part of it, and leaves out the rest."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
-from platform.monitor.goodput import LINES, Account
+from platform.monitor.goodput import LINES, TimeAccount
 
 GRACE_SECONDS = 3600.0  # of a run before its goodput counts: starting is no useful work
 INFO, WARN, ERROR = "INFO", "WARN", "ERROR"
@@ -38,14 +38,14 @@ class Alert:
     step: int
 
 
-class Alerts:
+class AlertFinder:
     """Finds the alerts in a run's journal, event by event from its first. `goodput_below`: bound of the goodput, of
     which there is one alert each time that the run falls below it; 0 = none."""
 
     def __init__(self, goodput_below: float = 0.0):
         """Prepare to find the alerts in a run's journal, of goodput those below a bound."""
         self._bound, self._below = goodput_below, False
-        self._account = Account({})
+        self._account = TimeAccount({})
         self.step = 0
 
     def find_alerts(self, event: JournalEvent) -> Iterator[Alert]:
@@ -92,7 +92,7 @@ class SinkRun:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-class Sink:
+class MonitorSink:
     """Service that gets a run's numbers and events. `where`: text for people that says where they are. `replaces`: a
     step that is sent again takes the place of the first; else it is sent once it cannot be trained again.
     `stored_after`: seconds after which a crash of this process does not lose what the service was sent.
@@ -103,7 +103,7 @@ class Sink:
     stored_after: ClassVar[float] = 0.0
     takes_steps: ClassVar[bool] = True
 
-    def remember_event(self, event: JournalEvent) -> None:
+    def note_already_sent_event(self, event: JournalEvent) -> None:
         """Take note of an event of the run that an earlier process has sent to this service."""
 
     def send_event(self, event: JournalEvent) -> None:

@@ -20,7 +20,7 @@ from platform.boundary.schema import Malformed
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import numbers_by_name, validate_row
-from platform.monitor.sinks.alerts import RESUMABLE, Alerts, Numbers, Sink, SinkRun
+from platform.monitor.sinks.alerts import RESUMABLE, AlertFinder, MonitorSink, Numbers, SinkRun
 
 _BLOCK = 4 << 20  # bytes that are read at once
 
@@ -52,20 +52,20 @@ _AT_ONCE = 10_000  # steps that are read before the service gets them
 STALE_SECONDS = 3600.0  # an alert this old is sent no more: the service came later
 
 
-class Follower:
+class RunFollower:
     """Sends a run's numbers, events and alerts to one service, as far as the run's files have them.
 
     A service that cannot replace a step gets it when a checkpoint has it or the run ends, or when MOST_HELD later steps
     are done; of a step that is trained again nevertheless it keeps the first.
     """
 
-    def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], Sink], alerts: bool = True):
+    def __init__(self, name: str, run: SinkRun, open_sink: Callable[[SinkRun], MonitorSink], alerts: bool = True):
         """Open the service `name` by `open_sink` for a run, to go on where the last process ended; the caller has
         locked it (`lock_service`). `alerts`: send these too."""
         self._stale_seconds = STALE_SECONDS if alerts else 0.0
         self._run, self._file = run, run.directory / FOLDER / f"{name}.json"
         self._metrics, self._journal, self._sent = _read_progress(self._file, run.state)
-        self._alerts = Alerts(run.monitor.get("goodput_below", 0.0))
+        self._alerts = AlertFinder(run.monitor.get("goodput_below", 0.0))
         self._held: list[tuple[int, int, Numbers]] = []  # step, place of its line, numbers
         self._read = self._metrics  # place up to which the metrics are read; those after self._metrics are held
         self._shown = self._read  # place of the metrics up to which the service has shown the newest step
@@ -75,7 +75,7 @@ class Follower:
         self.sink = open_sink(run)
         for event, _ in self._read_events(0, self._journal):
             self._note_event(event)
-            self.sink.remember_event(event)
+            self.sink.note_already_sent_event(event)
             list(self._alerts.find_alerts(event))  # an earlier process has sent them
 
     def catch_up(self) -> None:

@@ -30,7 +30,7 @@ from platform.boundary.redaction import strip_url_secrets
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
 from platform.monitor.json_records import JOURNAL
-from platform.monitor.sinks.alerts import RESUMABLE, Alert, Numbers, Sink, SinkRun
+from platform.monitor.sinks.alerts import RESUMABLE, Alert, MonitorSink, Numbers, SinkRun
 
 _AT_ONCE = 900  # numbers in one request: MLflow takes 1,000
 _PARAMS_AT_ONCE, _LONGEST_PARAM = 100, 500
@@ -38,7 +38,7 @@ _INSERT = "INSERT INTO metrics (key, value, timestamp, step, run_uuid, is_nan) V
 _STATUS = {0: "FINISHED", RESUMABLE: "KILLED"}
 
 
-class MlflowSink(Sink):
+class MlflowSink(MonitorSink):
     """MLflow run of a run directory, shared by all its processes. MLflow cannot replace a number."""
 
     replaces = False
@@ -141,7 +141,7 @@ def _flatten_parameters(values: dict[str, Any], prefix: str = "") -> Iterator[tu
             yield f"{prefix}{key}", value
 
 
-class TensorboardSink(Sink):
+class TensorboardSink(MonitorSink):
     """TensorBoard files of a run. Text goes to a separate writer: replaying a step purges everything later in the
     scalar writer."""
 
@@ -239,7 +239,7 @@ def _build_histogram(name: str, value: list[int]) -> Any:
 SECONDS = 60.0  # that a command may take
 
 
-class CommandSink(Sink):
+class CommandSink(MonitorSink):
     """Command of monitor.alert_command. It runs in the run directory, one alert after the other."""
 
     takes_steps = False
@@ -266,7 +266,7 @@ def bin_counts(counts: list[int], most: int) -> tuple[Any, Any]:
     return np.array(bins), np.array([*range(0, len(counts), each), len(counts)])
 
 
-class TrackioSink(Sink):
+class TrackioSink(MonitorSink):
     """Trackio's run of a run directory, shared by all its processes. Trackio cannot replace a step that it has."""
 
     replaces = False

@@ -23,7 +23,7 @@ from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import typed_command
 from platform.config.fields import Config
 from platform.config.groups import Monitor
-from platform.monitor.sinks.alerts import Sink, SinkRun
+from platform.monitor.sinks.alerts import MonitorSink, SinkRun
 from platform.monitor.sinks.other_sinks import CommandSink, MlflowSink, TensorboardSink, TrackioSink
 from platform.monitor.sinks.wandb_sink import WandbSink
 
@@ -36,7 +36,7 @@ class SinkKind(NamedTuple):
     title: str
     package: str
     asked: Callable[[Monitor], bool]
-    open: Callable[[SinkRun], Sink]
+    open: Callable[[SinkRun], MonitorSink]
     secrets: Mapping[str, str] = MappingProxyType({})
 
 

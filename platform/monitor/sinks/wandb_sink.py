@@ -16,7 +16,7 @@ from platform.boundary.local_files import replace_text
 from platform.boundary.redaction import strip_url_secrets
 from platform.monitor import events
 from platform.monitor.events import JournalEvent
-from platform.monitor.sinks.alerts import RESUMABLE, Alert, Numbers, Sink, SinkRun
+from platform.monitor.sinks.alerts import RESUMABLE, Alert, MonitorSink, Numbers, SinkRun
 from platform.monitor.sinks.other_sinks import bin_counts
 
 _TABLE_SECONDS = 600.0  # between versions of the tables of a run that goes on: each holds all rows
@@ -25,7 +25,7 @@ NEWEST = ("step", "train/loss", "perf/tokens_per_second")
 _TABLES = {"journal": ("time", "generation", "event", "step", "details"), "samples": ("step", "prompt", "text")}
 
 
-class WandbSink(Sink):
+class WandbSink(MonitorSink):
     """W&B run of a run directory, shared by all its processes. W&B cannot replace a step that it has: its curves get
     steps that are kept, its summary at once the `show_newest_step`.
 
@@ -82,7 +82,7 @@ class WandbSink(Sink):
         upload = f"; upload with `wandb sync {shlex.quote(str(wandb_dir))}/offline-run-*`"
         self.where = {"offline": f"offline ({why}){upload}", "disabled": f"disabled ({why})"}.get(mode) or self._run.url
 
-    def remember_event(self, event: JournalEvent) -> None:
+    def note_already_sent_event(self, event: JournalEvent) -> None:
         """Add an event of the run to the tables of the W&B run, of which each version holds all."""
         self._step = getattr(event, "step", self._step)
         if isinstance(event, events.Sampled):
@@ -96,7 +96,7 @@ class WandbSink(Sink):
     def send_event(self, event: JournalEvent) -> None:
         """Add an event to the W&B run: to its tables; a checkpoint as an artifact that the run made or went on from,
         the cost of failures as numbers of the whole run."""
-        self.remember_event(event)
+        self.note_already_sent_event(event)
         if isinstance(event, events.Checkpoint):
             artifact = self._checkpoint_artifact(event.directory, {"step": event.step, "bytes": event.bytes})
             self._run.log_artifact(artifact, aliases=["latest", f"step-{event.step}"])

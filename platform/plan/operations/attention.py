@@ -383,11 +383,11 @@ def meter_math_path(ops, a: AttentionBlock, operands: Sequence[Value], added: Va
     return ops.plain(ops.tensor(out.elements), [out]) if narrow else out
 
 
-def pair_mask_elements(ops, a: AttentionBlock, window: int, documents: bool, math: bool) -> int:
-    """Return the elements of a mask of one pair in an attention, or of its scores in all heads if `math` makes them."""
-    most = mask_sharing_limit(ops.device) if documents and not (window or math) else BLOCK
+def piece_pair_scratch_elements(ops, a: AttentionBlock, window: int, documents: bool, makes_scores: bool) -> int:
+    """Return the elements that one pair of pieces takes: of its mask, or its scores in all heads if `makes_scores`."""
+    most = mask_sharing_limit(ops.device) if documents and not (window or makes_scores) else BLOCK
     piece = min(most, a.length) * min(most, a.memory_length)
-    if math:
+    if makes_scores:
         return piece * a.batch * a.heads
     return piece * (a.batch if a.masked else 1) if window or a.masked else 0
 

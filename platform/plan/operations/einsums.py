@@ -190,7 +190,7 @@ def _remove_last_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conve
     if c.forward and c.backward:
         last, first = c.forward[-1], c.backward[0]
         gathers = (last.op, first.op) == ("all_gather", "reduce_scatter") and last.dim == first.dim == position
-        if gathers and not last.cut_of_dim(position):
+        if gathers and not last.uneven_cut_of_dim(position):
             *_, (_, split, _) = shapes_along_steps(c.forward, c.before, mesh)
             return Conversion(c.forward[:-1], c.backward[1:], c.before, split, cuts=c.cuts), last.axes
     return c, ()
@@ -234,7 +234,7 @@ def meter_converted_group(
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
     einsums = group.einsums
     converted_operands = ops.operands(use, group, operands)
-    converted_x = ops.forward(x, group.x)
+    converted_x = ops.relayout_forward(x, group.x)
     ops.ahead.start_next_gathers(use)
     adjacent = [_are_adjacent_in_bucket(ops, values) for values in (operands, biases) if values]
     joined = group.can_join_operands and all(adjacent)
@@ -256,7 +256,7 @@ def meter_converted_group(
         # all gradients are there until the first is reduced, but for sums in place
         stays = [not e.operand.backward and ops.adds_in_place(k) for k, e in zip(keys, einsums, strict=False)]
         products = [None if s else _meter_operand_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
-        steps = [g and ops.backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
+        steps = [g and ops.relayout_backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
         for i, key in enumerate(keys):
             if isinstance(key, str) and (g := steps[i]):
@@ -267,16 +267,16 @@ def meter_converted_group(
 
     def meter_backward(gs: Gradients, saved: Saved) -> Gradients:
         """Count the memory of the einsums' backward pass; `deferred` leaves the operands' gradients for later."""
-        local = [ops.backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
+        local = [ops.relayout_backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
         regathered_operands = ops.operands(use, group, stored, back=True)
-        x = ops.forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
+        x = ops.relayout_forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
         ops.ahead.start_next_gathers(use, in_backward=True)
         if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
         x_gradient = _meter_operand_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
-        dx = ops.backward(x_gradient, width, group.x)
+        dx = ops.relayout_backward(x_gradient, width, group.x)
         if deferred is None:
             return [dx, *meter_operand_gradients((x, local))]
         del regathered_operands, x_gradient
@@ -291,7 +291,7 @@ def _meter_einsum_results(ops, planned, group: EinsumGroup, read: Sequence[Value
     """Count the results of an einsum group, and the products that are converted to them, of which operands are read."""
     cast = [_meter_cast(ops, group, v.storage, v.elements) for v in read]  # noqa: F841  (until the products are converted)
     products = _meter_products(ops, planned, group, joined)
-    return [ops.forward(y, e.output) for y, e in zip(products, group.einsums, strict=True)]
+    return [ops.relayout_forward(y, e.output) for y, e in zip(products, group.einsums, strict=True)]
 
 
 def _meter_cast(ops, group: EinsumGroup, operand: MeteredStorage | None, elements: int) -> MeteredStorage | None:
@@ -327,7 +327,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     current and next panel of both operands, and a product; return the results."""
     einsums, panels, mesh = group.einsums, group.panels, ops.plan.mesh
     assert panels
-    local = [ops.forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
+    local = [ops.relayout_forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
     sizes = [w.elements for w in local]
     axes = [panels.x_axes, *(panels.operand_axes for _ in einsums)]
     pairs = zip([x.elements, *sizes], axes, strict=True)
@@ -341,7 +341,7 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
         """Count the memory of the gradients of x and the operands, a panel at a time."""
         dx, *dws = (ops.new(n) for n in (width, *sizes))
         ops.new(panel_elements * (panels.count + 1))  # parts of all panels until reduced, and the last panel
-        return [dx, *(ops.backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]
+        return [dx, *(ops.relayout_backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]
 
     ops.note_operation(panel_results, [x, *operands], (x.storage, *(w.storage for w in kept_operands)), meter_backward)
     return panel_results

@@ -27,7 +27,7 @@ from platform.plan.operations.op import (
     token_fields,
 )
 from platform.plan.planner import Planner
-from platform.plan.rule import Conversion, Step
+from platform.plan.rule import Conversion, RelayoutStep
 from platform.plan.scheme import ModelMistake
 
 TOKENS = ("length", "batch")
@@ -101,7 +101,7 @@ class RouteOp(Op):
         return results[0], results[1] if len(leave) > 1 else None
 
 
-class Ends(NamedTuple):
+class RowEnds(NamedTuple):
     """Layout of `tokens` where they become rows, and are summed. Ranks along `held` have the same tokens and make rows
     for other experts; ranks along `exchanged` have other tokens, and send rows to each other's experts."""
 
@@ -110,7 +110,7 @@ class Ends(NamedTuple):
     exchanged: tuple[str, ...]
 
     @classmethod
-    def find_row_layout(cls, planner: Planner, spec: Spec, out: Spec) -> Ends:
+    def find_row_layout(cls, planner: Planner, spec: Spec, out: Spec) -> RowEnds:
         """Return the ends of the way of tokens of type `spec` to rows of type `out`. Raises ValueError if axes do not
         divide the batch or the experts."""
         d = out.dims[-1]
@@ -137,7 +137,7 @@ class Ends(NamedTuple):
         length, batch, width = planner.local_shape(spec, self.tokens)
         experts = planner.sizes["experts"] // planner.mesh.count_ranks(self.held)
         before, after = (length * batch * min(chosen, experts), width), planner.local_shape(out)
-        exchange = Step("all_to_allv", planner.mesh.order_axes(self.exchanged), 0, 1, self.tokens.only, after)
+        exchange = RelayoutStep("all_to_allv", planner.mesh.order_axes(self.exchanged), 0, 1, self.tokens.only, after)
         steps = ((exchange,), (replace(exchange, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
         return Conversion(steps[0], steps[1], before, after, tensor_dtype(out), True)
 
@@ -181,7 +181,7 @@ class DispatchRowsOp(Op):
     def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan where tokens become rows, and the largest exchange of rows; weights get no gradient from here."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
-        ends = Ends.find_row_layout(planner, spec, out)
+        ends = RowEnds.find_row_layout(planner, spec, out)
         enter_weights = planner.operand_conversion(weights, ends.tokens.restrict_dims(weights.dims), ends.compute_axes)
         rows = ends.row_conversion(planner, spec, out, operation["chosen"])
         enter = planner.operand_conversion(spec, ends.tokens, (*ends.compute_axes, *planner.layout(out).gradient))
@@ -196,7 +196,7 @@ class DispatchRowsOp(Op):
         x, weights = ops.convert_blocks((x, weights.detach()), (enter, weights_conversion))
         if ops.absent(x):
             return x, None
-        kernel, ends = ops.kernels.expert_rows, Ends.find_row_layout(ops.plan.planner, spec, out)
+        kernel, ends = ops.kernels.expert_rows, RowEnds.find_row_layout(ops.plan.planner, spec, out)
         own_seats, lent = ends.exchange_seats(ops.plan.planner, out, ops.communicator.rank), ops.plan.scheme.lent
         own_place = ops.communicator.group_index(own_seats[0]) if own_seats[0] else 0
         seats = kernel.ExpertSeats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
@@ -244,7 +244,7 @@ class CombineRowsOp(Op):
         """Plan the way back of rows to where their tokens were copied, and of sums, which are partial over ranks with
         rows of other experts, to the result's layout."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
-        ends = Ends.find_row_layout(planner, out, spec)
+        ends = RowEnds.find_row_layout(planner, out, spec)
         sent = ends.row_conversion(planner, out, spec, operation["chosen"])
         rows = replace(sent, forward=sent.backward, backward=sent.forward, before=sent.after, after=sent.before)
         partial = planner.layout(spec).partial

@@ -21,7 +21,7 @@ from platform.plan.operations.attention import (
     meter_one_kernel,
     meter_pair_by_pair,
     meter_permuted_operand,
-    pair_mask_elements,
+    piece_pair_scratch_elements,
 )
 from platform.plan.operations.op import BlockOp, Gradients, Saved, Value, assemble_plan, enter_vectors, global_extents
 from platform.plan.planner import Planner
@@ -138,7 +138,7 @@ class FusedAttentionOp(BlockOp):
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
         if _computes_pair_by_pair(ops, kv, ops.device, block.length, window, begins, bias):
             math = planned.operation["kernel"] == MATH
-            scratch = pair_mask_elements(ops, block, window, documents, math)
+            scratch = piece_pair_scratch_elements(ops, block, window, documents, math)
             if planned.over:
                 ops.new(2 * block.score_row_count * (block.d_value + 1), ops.wide)  # what is summed, and what comes
             return meter_pair_by_pair(ops, block, ops.block(out), (q, k, v), scratch)
@@ -251,7 +251,7 @@ class RingAttentionOp(BlockOp):
         makes_scores, documents = planned.operation["kernel"] == MATH or bias is not None, begins is not None
         block_extents = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
         block = AttentionBlock(*block_extents, causal, masked=mask is not None or documents, biased=bias is not None)
-        scratch = pair_mask_elements(ops, block, window, documents, makes_scores)
+        scratch = piece_pair_scratch_elements(ops, block, window, documents, makes_scores)
         moving = size if planned.collectives else 0  # else there is one panel
         result = ops.block(out)
         held = [ops.new(n) for n in (moving, moving, result.elements)]

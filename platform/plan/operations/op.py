@@ -6,8 +6,8 @@
 | `plan_operation` | `plan_operations` | how it splits: compute layout, conversions, collectives with their sizes |
 | `count_flops` | placement of layers on stages | multiplications and additions of all ranks together |
 | `run_on_blocks` | `ParallelOps`, on a rank | the forward pass on its blocks; autograd derives the backward pass |
-| `meter_memory` | `Meter`, for a forecast | bytes that are allocated, kept for the backward pass, and taken there |
-| `count_accesses` | price of a step | elements that it reads and writes, by its attribute `memory_accesses` |
+| `meter_memory` | `MemoryMeter` | bytes that are allocated, kept for the backward pass, and taken there |
+| `accesses_of_both_passes` | price of a step | elements that it reads and writes, by its attribute `memory_accesses` |
 
 Its other attributes are what price, runtime and optimizer need to know of it. `run_on_blocks` and `meter_memory` of
 a `BlockOp` see its activations and parameters as converted for it, and leave its result's conversion to it: what most
@@ -110,7 +110,7 @@ class Op:
         """Return the forward FLOPs of this operation's matrix products on all ranks. `sizes`: global, of model dims."""
         return 0.0
 
-    def count_accesses(
+    def accesses_of_both_passes(
         self, operation: Operation, operations: Mapping[tuple[str, str], PlannedOperation]
     ) -> tuple[float, float]:
         """Return the `memory_accesses` of this operation; fewer where another planned one does a part of it."""
@@ -280,7 +280,7 @@ class _Node:
     backward: Backward
 
 
-class Leaves:
+class LeafGradients:
     """Takes the gradients of parameters as they come in a backward pass, by name; this one drops them."""
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
@@ -291,7 +291,7 @@ class Leaves:
         return False
 
 
-class Tape:
+class MeterTape:
     """Autograd tape of the memory meter: the operations of forward passes, in order."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class Tape:
         """Return the distinct metered storages that the recorded operations save for the backward pass."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
-    def run_backward(self, gradients: dict[GradientKey, MeteredStorage], leaves: Leaves) -> None:
+    def run_backward(self, gradients: dict[GradientKey, MeteredStorage], leaves: LeafGradients) -> None:
         """Run the metered backward passes of the recorded operations in reverse order, freeing the saved storages.
         `gradients`: the outputs' gradients on entry and the inputs' in the end, by the tensor's key; `leaves`: receiver
         of the parameters' gradients. A further gradient of the same tensor is added in place, unless something else

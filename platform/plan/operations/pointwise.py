@@ -14,7 +14,7 @@ from typing import Any
 
 from platform.plan.model_types import EPS, POINTWISE
 from platform.plan.operation_plan import PlannedOperation
-from platform.plan.operations.op import INTEGER, BlockOp, Gradients, Op, Saved, Tape, Value, plan_with_vectors
+from platform.plan.operations.op import INTEGER, BlockOp, Gradients, MeterTape, Op, Saved, Value, plan_with_vectors
 from platform.plan.scheme import ModelMistake
 
 _OF_RESULT = {"relu", "tanh", "sigmoid"}  # functions that save their result, not their input
@@ -299,7 +299,7 @@ class MlpOp(Op):
             dx, before = ops.new(size), ops.tape
             for key in keys:
                 ops.adds_in_place(key)
-            ops.tape = Tape()
+            ops.tape = MeterTape()
             h = _meter_hidden_rows(ops, function, len(inner), piece)
             tape, ops.tape = ops.tape, before
             tape.run_backward({h.key: ops.new(piece)}, ops.leaves)
@@ -443,7 +443,7 @@ class ShiftOp(BlockOp):
         of_rows = {} if counts is None else {"layer": counts}
         return ops.record_operation(self.kind, parameter.name, [x], [spec, parameter], [spec], **of_rows)
 
-    def count_accesses(self, operation, operations) -> tuple[float, float]:
+    def accesses_of_both_passes(self, operation, operations) -> tuple[float, float]:
         """Return no accesses in the forward pass where the product of the bias's layer adds it itself."""
         product = operations.get(("project", operation.name.removesuffix("_bias")))
         added = product and product.adds_biases([operations[self.kind, operation.name]])

@@ -33,8 +33,8 @@ from platform.plan.operations.reshaping import (
     ConcatenateOp,
     ExpandKvOp,
     ReduceOp,
-    RelayoutEachOp,
     RelayoutOp,
+    RelayoutTogetherOp,
     ReshapeOp,
     SequenceMeanOp,
 )
@@ -51,7 +51,7 @@ class Ops:
 
     lookup, one_hot, features, relative_bias = LookupOp(), OneHotOp(), FeaturesOp(), RelativeBiasOp()
     project, einsum = ProjectOp(), ProductOp()
-    relayout, relayout_each = RelayoutOp(), RelayoutEachOp()
+    relayout, relayout_each = RelayoutOp(), RelayoutTogetherOp()
     reshape, concatenate = ReshapeOp(), ConcatenateOp()
     reduce, expand_kv = ReduceOp(), ExpandKvOp()
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()

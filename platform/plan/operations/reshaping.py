@@ -11,7 +11,7 @@ from math import inf, prod
 from platform.plan.layout import Layout, common_prefix
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import BlockOp, Op, Saved, Value, assemble_plan, token_fields
-from platform.plan.rule import Conversion, Step
+from platform.plan.rule import Conversion, RelayoutStep
 from platform.plan.scheme import ModelMistake
 
 
@@ -49,7 +49,7 @@ class RelayoutOp(BlockOp):
     meter_memory = run_on_blocks
 
 
-class RelayoutEachOp(Op):
+class RelayoutTogetherOp(Op):
     """Activations that move to other regions together, each a `relayout` with these arguments (name, x, spec, out): all
     their collectives are launched before the first is waited for."""
 
@@ -67,13 +67,13 @@ def _replace_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversi
     """Replace each all-to-all over the branch axes `axes` in a planned conversion by an all-gather and a slice, as
     SUPER (Jain et al.) computes (`branch.slice_via=all_gather`); return the new conversion."""
 
-    def replace_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
+    def replace_steps(steps: Sequence[RelayoutStep]) -> tuple[RelayoutStep, ...]:
         """Return a conversion's steps with each all-to-all over the branch axes made an all-gather and a slice."""
-        out: list[Step] = []
+        out: list[RelayoutStep] = []
         for s in steps:
             if s.op == "all_to_all" and s.axes[0] in axes:
-                out.append(Step("all_gather", s.axes, s.joined, only=s.only, cuts=s.cuts))
-                out.append(Step("slice", s.axes, s.dim, only=s.only, cuts=s.cuts))
+                out.append(RelayoutStep("all_gather", s.axes, s.joined, only=s.only, cuts=s.cuts))
+                out.append(RelayoutStep("slice", s.axes, s.dim, only=s.only, cuts=s.cuts))
             else:
                 out.append(s)
         return tuple(out)
@@ -147,7 +147,7 @@ class ExpandKvOp(BlockOp):
             raise ValueError(f"kv_heads ({kv_axes}) must be split over a prefix of the axes of heads {axes}")
         partial = (*axes[len(kv_axes) :], *goal.gradient)
         lacking = tuple(a for a in partial if a not in have.gradient)
-        backward = (Step("all_reduce", lacking, only=goal.only),) if lacking else ()
+        backward = (RelayoutStep("all_reduce", lacking, only=goal.only),) if lacking else ()
         conversion = planner.fill_shapes(Conversion((), backward), spec, have, have)
         return assemble_plan(planner, operation, goal, [conversion])
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from platform.boundary.storage import open_storage
 from platform.checkpoint.blocks import Block, Box, HeldTensor, find_tiling_faults, list_written_parts, split_flat_range
-from platform.checkpoint.buffer import Image
+from platform.checkpoint.buffer import FileImage
 from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest
 from platform.checkpoint.manifest import Corrupt, Refused, check_tensors
 from platform.checkpoint.moves import read_tensor, restore_checkpoint
@@ -173,7 +173,7 @@ def test_a_live_tensor_may_change_once_it_is_copied(tmp_path):
     storage = open_storage(str(tmp_path))
     held = HeldTensor.group_holders("w", torch.float32, (8,), [(0, Box.whole_tensor((8,)))])
     live = torch.arange(8.0, requires_grad=True)
-    image = Image(0, list_written_parts([held], 0))
+    image = FileImage(0, list_written_parts([held], 0))
     image.fill_parts([Block("w", Box.whole_tensor((8,)), live)])
     with torch.no_grad():
         live.add_(1)

@@ -7,7 +7,7 @@ import pytest
 from platform.boundary.local_files import LocalStorage
 from platform.boundary.storage import open_storage
 from platform.checkpoint.catalogue import Lease, Superseded, find_newest_checkpoint, list_attempts
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from tests.harness.storage_job import Job, meta, values
 
 
@@ -88,9 +88,9 @@ def test_a_storage_that_does_not_answer_is_no_loss_of_the_lease(storage):
 def test_an_older_driver_commits_nothing_more(tmp_path):
     """Two drivers of one run: the older one is told so at its next save, and leaves nothing behind."""
     storage, step = LocalStorage(tmp_path), Job.whole(values({"w": (4, 4)}), 2)
-    older = Saver(storage, pause=0, lease=Lease.take(storage, "the older"))
+    older = CheckpointSaver(storage, pause=0, lease=Lease.take(storage, "the older"))
     assert saved(older, storage, step, 1) == ["checkpoint"]
-    newer = Saver(storage, pause=0, lease=Lease.take(storage, "the newer"))
+    newer = CheckpointSaver(storage, pause=0, lease=Lease.take(storage, "the newer"))
     assert saved(older, storage, step, 2) == ["superseded"]
     assert [a.step for a in list_attempts(storage)] == [1]
     assert saved(newer, storage, step, 2) == ["checkpoint"]
@@ -99,7 +99,7 @@ def test_an_older_driver_commits_nothing_more(tmp_path):
 
 def test_a_driver_that_is_superseded_while_it_writes(tmp_path):
     storage, step = LocalStorage(tmp_path), Job.whole(values({"w": (4, 4)}), 2)
-    older = Saver(storage, pause=0, lease=Lease.take(storage, "the older"))
+    older = CheckpointSaver(storage, pause=0, lease=Lease.take(storage, "the older"))
     assert saved(older, storage, step, 1, meanwhile=lambda: Lease.take(storage, "the newer")) == ["superseded"]
     assert list_attempts(storage) == []
 

@@ -9,7 +9,7 @@ from platform.boundary.storage import RemoteStorage, open_storage
 from platform.checkpoint import catalogue, manifest
 from platform.checkpoint.catalogue import Lease, find_newest_checkpoint, load_manifest, verify_checkpoint
 from platform.checkpoint.manifest import Refused
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,)}
@@ -76,7 +76,7 @@ def test_what_bears_the_name_of_a_checkpoint_and_is_none_costs_no_other(storage,
     with pytest.raises(OSError):
         catalogue.prune_checkpoints(storage, last=1)
     assert sorted(os.listdir(storage.root)) == before
-    saver = Saver(storage, last=1)
+    saver = CheckpointSaver(storage, last=1)
     job = Job.whole(values(SHAPES, 3), 2)
     saver.start_save(job.shapes, meta(3), lambda directory: job.write(storage, directory))
     assert saver.wait(60)

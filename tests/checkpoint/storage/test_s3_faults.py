@@ -16,7 +16,7 @@ from platform.checkpoint import catalogue
 from platform.checkpoint import manifest as manifests
 from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest, verify_checkpoint
 from platform.checkpoint.manifest import Refused
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from tests.harness.storage_job import Job, meta, values
 
 SHAPES = {"a": (6, 4), "b": (5,), "c": ()}
@@ -101,7 +101,7 @@ def test_a_connection_that_goes_at_every_request_of_a_save(s3, answer):
 def test_a_save_is_tried_again_whatever_is_lost(s3, answer):
     storage, step, at, fired = open_storage(s3), 1, 0, True
     save(storage, 1)
-    saver = Saver(storage, last=1, pause=0)
+    saver = CheckpointSaver(storage, last=1, pause=0)
     while fired:
         step += 1
         with pytest.MonkeyPatch.context() as patch:

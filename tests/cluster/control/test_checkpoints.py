@@ -8,7 +8,7 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
 from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint
 from platform.checkpoint.manifest import FileReport, Meta
-from platform.cluster.control.checkpoints import Cadence, Checkpoints
+from platform.cluster.control.checkpoints import CheckpointCadence, Checkpoints
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.origin import find_resume_checkpoint
 from platform.config.identity import run_identity
@@ -104,7 +104,7 @@ def test_a_worker_that_dies_while_it_writes_has_failed(checkpoints):
 )  # fmt: skip
 def test_when_one_is_due(checkpoints, config, every, stop_at, step, last, stopping, due):
     config.checkpoint.every, config.train.stop_at = every, stop_at
-    checkpoints._cadence = Cadence(every)
+    checkpoints._cadence = CheckpointCadence(every)
     assert checkpoints.is_save_due(step, last, stopping) is due
     config.checkpoint.on_stop = False
     assert checkpoints.is_save_due(step, last, stopping) is (due and (last or bool(every) and step % every == 0))

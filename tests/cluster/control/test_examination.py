@@ -30,7 +30,7 @@ def found(job, size, thorough, times=1):
     """The last of so many examinations in a row, or the first in which anybody is bad."""
     with open_crew("processes", job(size, SICK)) as crew:
         for _ in range(times):
-            outcome = examine_members(crew, job(size), sorted(crew.members), thorough=thorough)
+            outcome = examine_members(crew, job(size), sorted(crew.ready_members_by_number), thorough=thorough)
             if outcome.bad:
                 break
         assert not list(crew.job.run_dir.rglob(".doctor-*"))
@@ -72,12 +72,11 @@ def test_a_quick_look_does_not_blame_the_partner_of_a_slow_link(job, monkeypatch
     monkeypatch.setattr(examination, "groups_by_check", lambda nodes, n, _: groups_by_check(nodes, n, False))
     with open_crew("processes", job(4, SICK)) as crew:
         on_gpus = replace(job(4), device="cuda")
-        outcome = examine_members(crew, on_gpus, sorted(crew.members), thorough=False)
+        outcome = examine_members(crew, on_gpus, sorted(crew.ready_members_by_number), thorough=False)
         assert {n: list(why) for n, why in outcome.bad.items()} == {1: ["link"]} and not outcome.shared
         monkeypatch.setattr(examination, "PARTNERS", 1)
-        assert examine_members(crew, on_gpus, sorted(crew.members), thorough=False).bad.keys() == {1, 2}, (
-            "negative control"
-        )
+        outcome = examine_members(crew, on_gpus, sorted(crew.ready_members_by_number), thorough=False)
+        assert outcome.bad.keys() == {1, 2}, "negative control"
 
 
 def test_a_busy_machine_makes_nobody_sick(job, busy):

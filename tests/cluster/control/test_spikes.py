@@ -2,11 +2,11 @@
 
 from math import inf, nan
 
-from platform.cluster.control.controller import RECENT_LOSSES, Spikes
+from platform.cluster.control.controller import RECENT_LOSSES, LossSpikes
 
 
 def test_the_limit_follows_the_median():
-    spikes = Spikes(3.0)
+    spikes = LossSpikes(3.0)
     for _ in range(7):
         spikes.add_loss(2.0)
         assert spikes.loss_limit == inf
@@ -19,7 +19,7 @@ def test_the_limit_follows_the_median():
 
 
 def test_none_without_a_factor():
-    spikes = Spikes(0.0)
+    spikes = LossSpikes(0.0)
     for _ in range(20):
         spikes.add_loss(1.0)
     assert spikes.loss_limit == inf

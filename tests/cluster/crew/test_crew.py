@@ -11,7 +11,7 @@ from platform.cluster.crew import ray_actors
 from platform.cluster.crew.crew import ByRank
 from platform.cluster.crew.failures import WorkerFailed
 from platform.cluster.crew.launchers import open_crew
-from platform.cluster.crew.remote_crew import Roster
+from platform.cluster.crew.remote_crew import MemberRoster
 from tests.harness.process_tree import descendants, gone
 
 KINDS = ["processes", pytest.param("local", marks=pytest.mark.ray)]
@@ -22,7 +22,7 @@ SEEN_ELSEWHERE = [
 
 
 def formed(crew, job, numbers=None, generation=1):
-    crew.seat_members(job, sorted(crew.members)[: job.world_size] if numbers is None else numbers)
+    crew.seat_members(job, sorted(crew.ready_members_by_number)[: job.world_size] if numbers is None else numbers)
     size = job.world_size
     return crew.call_ranks("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
 
@@ -86,8 +86,8 @@ def test_a_worker_killed_between_two_calls_fails_the_next(job):
     with pytest.raises(WorkerFailed, match=r"rank0\[data0\]( on \S+)? died in add\(1\)"):
         with open_crew("processes", job(2)) as crew:
             formed(crew, job(2))
-            os.kill(crew.members[0].pid, signal.SIGKILL)
-            assert gone([crew.members[0].pid] if 0 in crew.members else [])
+            os.kill(crew.ready_members_by_number[0].pid, signal.SIGKILL)
+            assert gone([crew.ready_members_by_number[0].pid] if 0 in crew.ready_members_by_number else [])
             crew.call_ranks("add", 1, 2)
 
 
@@ -101,7 +101,7 @@ def test_a_worker_that_cannot_start(job):
 def test_a_stopped_worker_does_not_keep_the_crew_from_closing(job, monkeypatch):
     monkeypatch.setattr("platform.cluster.crew.remote_crew.CLOSE_SECONDS", 0.5)
     with open_crew("processes", job(2)) as crew:
-        pids = [member.pid for member in crew.members.values()]
+        pids = [member.pid for member in crew.ready_members_by_number.values()]
         os.kill(pids[1], signal.SIGSTOP)
     assert gone(pids)
 
@@ -118,7 +118,7 @@ from platform.config.fields import Config
 if __name__ == "__main__":
     job = Job(Config(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "tests.doubles.fake_worker:FakeWorker")
     with open_crew(KIND, job) as crew:
-        print(*(member.pid for member in crew.members.values()), flush=True)
+        print(*(member.pid for member in crew.ready_members_by_number.values()), flush=True)
         crew.seat_members(job, [0, 1])
         crew.call_ranks("form", ByRank([0, 1]), 2, job.config, crew.store, 1, [0])
         crew.call_ranks("fail", None if input() else 0)  # all hang
@@ -156,7 +156,7 @@ def test_cpu_threads_are_shared(job, config):
 def test_workers_are_counted_as_they_dial_in(job):
     """Not all at once when the last of them has imported torch; and a Ray that starts is said to."""
     launcher = SimpleNamespace(greeted={})
-    roster = Roster(launcher, job(4))
+    roster = MemberRoster(launcher, job(4))
     roster._hired, roster.starting = 4, {0, 1, 2, 3}
     counts = [roster.num_arrived]
     for number in (2, 0):

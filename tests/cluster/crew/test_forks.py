@@ -98,18 +98,18 @@ def test_a_killed_server_takes_its_workers_along_and_another_takes_its_place(job
     with open_crew("processes", job(2)) as crew:
         server = crew._launcher._server._process.pid
         assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1, "a thread would be missing in what is forked"
-        pids = [member.pid for member in crew.members.values()]
+        pids = [member.pid for member in crew.ready_members_by_number.values()]
         assert "libtorch" in Path(f"/proc/{server}/maps").read_text(), "imported once"
         os.kill(server, signal.SIGKILL)
         assert gone([server, *pids])
-        while crew.members:
+        while crew.ready_members_by_number:
             time.sleep(0.01)
         crew.hire_workers(1)
         while crew.starting_members:
             time.sleep(0.01)
-        assert [*crew.members] == [2]
+        assert [*crew.ready_members_by_number] == [2]
         inside = descendants(crew._launcher._server._process.pid)
-        assert crew.members[2].pid in inside
+        assert crew.ready_members_by_number[2].pid in inside
     assert gone(inside)
 
 
@@ -122,7 +122,7 @@ from platform.cluster.crew.job import Job
 from platform.config.fields import Config
 job = Job(Config(), [{{"data": 0}}], "cpu", Path("."), {WORKER!r})
 with open_crew("processes", job) as crew:
-    for pid in (crew.members[0].pid, crew._launcher._server._process.pid):
+    for pid in (crew.ready_members_by_number[0].pid, crew._launcher._server._process.pid):
         os.kill(pid, signal.SIGSTOP)
         print(pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

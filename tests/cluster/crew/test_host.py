@@ -27,7 +27,7 @@ from platform.train.replies import (
     SlowRank,
     StepReport,
 )
-from platform.train.state_recovery import Formation, Source
+from platform.train.state_recovery import Formation, MemorySource
 from platform.train.worker import Worker
 
 
@@ -71,13 +71,13 @@ def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
         (
             Worker.exchange_snapshots,
             [
-                Source(1, 2, Formation(Config(), [0], ["a"], [0, 7], []), [0], [0, 1], [0, 1]),
+                MemorySource(1, 2, Formation(Config(), [0], ["a"], [0, 7], []), [0], [0, 1], [0, 1]),
                 1,
                 ("here", 5),
                 "2/gather",
             ],
         ),
-        (Worker.recover_state, [Source(1, 2, Formation(Config(), None, [], [0, 7], ["m"]), [0], [], [0], [7])]),
+        (Worker.recover_state, [MemorySource(1, 2, Formation(Config(), None, [], [0, 7], ["m"]), [0], [], [0], [7])]),
         (Worker.step, [3, inf, [Fault(3, "kill", 1, "forward")]]),
     ],
 )
@@ -108,7 +108,7 @@ def test_no_number_of_a_configuration_changes_its_type():
     """Both sides plan from it, and plans are compared by digest."""
     config = Config()
     config.model.rope_theta = 10000
-    sent = json.loads(encode_json([Source(1, 2, Formation(config, None, [], [], []), [], [], [])]))
+    sent = json.loads(encode_json([MemorySource(1, 2, Formation(config, None, [], [], []), [], [], [])]))
     [found] = convert_arguments(MethodType(Worker.recover_state, object()), sent)
     assert type(found.formed.config.model.rope_theta) is int
 

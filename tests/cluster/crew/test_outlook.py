@@ -15,7 +15,7 @@ from platform.cluster.crew.failures import Member
 from platform.cluster.crew.heartbeats import CallMonitor
 from platform.monitor.journal import LiveState, read_live_state
 from platform.runtime import progress
-from platform.runtime.progress import PROGRESS, Activity, Progress, TcpLink, read_tcp_links
+from platform.runtime.progress import PROGRESS, Activity, TcpLink, WorkerProgress, read_tcp_links
 from platform.train.replies import METHODS
 from platform.train.worker import Worker
 
@@ -75,7 +75,7 @@ def test_the_speed_of_a_link_is_that_of_its_busy_time(sight):
 
 
 def test_a_heartbeat_says_where_a_worker_stands_still(monkeypatch):
-    progress, held, up = Progress(), threading.Event(), threading.Event()
+    progress, held, up = WorkerProgress(), threading.Event(), threading.Event()
 
     def stand_still():
         progress.begin_call("step(5)")

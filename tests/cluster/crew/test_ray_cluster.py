@@ -41,7 +41,7 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     assert resources.count_available_workers(Cluster(kind="ray")) == 4
     assert resources.await_worker_places(Cluster(kind="ray"), 4, said.append).device == "cpu"
     with open_crew("ray", job(4)) as crew:
-        crew.seat_members(job(4), sorted(crew.members))
+        crew.seat_members(job(4), sorted(crew.ready_members_by_number))
         crew.call_ranks("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
         places = crew.call_ranks("place")
         workers = {place["pid"] for place in places}
@@ -67,8 +67,8 @@ def test_a_silent_head_holds_up_no_call_of_the_driver(two_machines, job, caplog)
         os.kill(store.process.pid, signal.SIGSTOP)
         try:
             began = time.monotonic()
-            os.kill(crew.members[1].pid, signal.SIGKILL)
-            wait(lambda: len(crew.members) == 1)
+            os.kill(crew.ready_members_by_number[1].pid, signal.SIGKILL)
+            wait(lambda: len(crew.ready_members_by_number) == 1)
             crew.hire_workers(1)
             assert crew.starting_members == {2} and not crew.leaving_members and not crew.lost
             crew._roster.dispose_member(0)
@@ -77,7 +77,7 @@ def test_a_silent_head_holds_up_no_call_of_the_driver(two_machines, job, caplog)
             wait(lambda: "it does not answer within 5 s; nobody is lost by that" in caplog.text)
         finally:
             os.kill(store.process.pid, signal.SIGCONT)
-        wait(lambda: crew.members.keys() == {2, 3})
+        wait(lambda: crew.ready_members_by_number.keys() == {2, 3})
         assert not crew.lost
         wait(lambda: "answers again" in caplog.text)
 
@@ -88,35 +88,37 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
     other = next(iter(two_machines.worker_nodes))
     assert resources.await_worker_places(Cluster(kind="ray"), 3, print).device == "cpu"
     with open_crew("ray", job(3)) as crew:  # two on one machine, one on the other
-        nodes = {number: member.node.rpartition("/")[2] for number, member in crew.members.items()}
+        nodes = {number: member.node.rpartition("/")[2] for number, member in crew.ready_members_by_number.items()}
         there = {number for number, node in nodes.items() if node == other.node_id}
         assert len(there) in (1, 2) and crew.leaving_members == set()
 
         crew.hire_workers(3)  # there is room for one
-        wait(lambda: len(crew.members) == 4)
+        wait(lambda: len(crew.ready_members_by_number) == 4)
         began = time.monotonic()
-        assert [crew.members.keys() for _ in range(20)] and crew.starting_members
+        assert [crew.ready_members_by_number.keys() for _ in range(20)] and crew.starting_members
         assert time.monotonic() - began < 1
 
         drain(two_machines, other)
         wait(lambda: crew.leaving_members)
-        assert crew.leaving_members == {n for n, m in crew.members.items() if m.node.endswith(other.node_id)}
-        pids = {crew.members[number].pid for number in crew.leaving_members}
+        assert crew.leaving_members == {
+            n for n, m in crew.ready_members_by_number.items() if m.node.endswith(other.node_id)
+        }
+        pids = {crew.ready_members_by_number[number].pid for number in crew.leaving_members}
         crew.dismiss_members(crew.leaving_members)
-        assert gone(pids) and len(crew.members) == 2 and not crew.leaving_members
+        assert gone(pids) and len(crew.ready_members_by_number) == 2 and not crew.leaving_members
         two_machines.remove_node(other, allow_graceful=False)
 
-        stopped = crew.members[min(crew.members)]
+        stopped = crew.ready_members_by_number[min(crew.ready_members_by_number)]
         os.kill(stopped.pid, signal.SIGSTOP)
         crew._roster.dispose_member(stopped.number)
         assert gone([stopped.pid])
-        wait(lambda: len(crew.members) == 2)  # its place is taken
+        wait(lambda: len(crew.ready_members_by_number) == 2)  # its place is taken
         two_machines.add_node(num_cpus=1)
-        wait(lambda: len(crew.members) == 3)
+        wait(lambda: len(crew.ready_members_by_number) == 3)
         assert not crew.starting_members and not crew.unstarted
 
         crew._launcher._ray.leaving = frozenset([crew._launcher._here])  # as if the driver's own machine goes
-        assert crew.leaving_members == crew.members.keys()
+        assert crew.leaving_members == crew.ready_members_by_number.keys()
 
 
 def test_no_cluster_at_the_address(monkeypatch):

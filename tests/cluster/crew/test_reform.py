@@ -37,7 +37,7 @@ def test_survivors_free_each_other(job, tmp_path):
         assert left(tmp_path, 1, count=5, seconds=20) == 5
         print(f"5 of 5 survivors were free {time.monotonic() - start:.3f} s after the driver knew")
         assert [failure.member.number for failure in crew.release_members()] == [2]
-        survivors = [*crew.members]
+        survivors = [*crew.ready_members_by_number]
         assert survivors == [0, 1, 3, 4, 5]
         form(crew, five, survivors, 2)
         assert crew.call_ranks("turn") == [25.0] * 5
@@ -57,7 +57,7 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
         crew.seat_members(Job(c, coordinates, "cpu", tmp_path), members)
         size, ranks = len(members), ByRank(range(len(members)))
         formed = crew.call_ranks("form", ranks, size, c, crew.store, number, list(schedule.placement))
-        assert [worker.pid for worker in formed] == [crew.members[member].pid for member in members]
+        assert [worker.pid for worker in formed] == [crew.ready_members_by_number[member].pid for member in members]
         crew.call_ranks("build", [stage.encode_rows() for stage in stage_rows([schedule])][0])
 
     c = configure(data=4, global_batch=12, vocab=300)

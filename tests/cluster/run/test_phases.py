@@ -3,7 +3,7 @@ import sys
 from time import monotonic
 
 from platform.cluster import shown_commands
-from platform.cluster.shown_commands import PHASES, Phases
+from platform.cluster.shown_commands import PHASES, PhaseTimes
 from platform.monitor import events
 
 
@@ -17,13 +17,13 @@ def test_every_phase_has_a_field_and_every_event_of_one_exists():
 def test_the_first_time_counts_and_of_the_last_step_the_last(monkeypatch):
     clock = iter(range(100, 200))
     monkeypatch.setattr(shown_commands, "monotonic", lambda: float(next(clock)))
-    found = Phases(99.0)
+    found = PhaseTimes(99.0)
     found.reach_phase("composed")
     found.reach_phase("first_process", 100.5)
     for word in ("forming", "formed", "running", "first_step", "failure", "forming", "formed"):
         found.note_event(word)  # the clock is read again, and what is known stays
-    found.note_step()
-    found.note_step()
+    found.note_last_step()
+    found.note_last_step()
     assert found.seconds == {
         "composed": 1.0, "first_process": 1.5, "ready": 2.0, "formed": 3.0, "running": 4.0, "first_step": 5.0,
         "last_step": 9.0,

@@ -12,7 +12,7 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.world_faults import UNAVAILABLE
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from platform.cluster import endings
 from platform.cluster.crew.launchers import open_crew
 from platform.monitor import MetricsLog
@@ -85,7 +85,7 @@ def test_an_end_without_a_place_for_checkpoints_says_what_was_saved(config, driv
 
 def test_a_run_that_cannot_save_for_long_ends(config, drive, disk, at_once, monkeypatch):
     config.checkpoint.every, config.train.steps, config.elastic.wait = 1, 10**6, 0.0
-    monkeypatch.setitem(Saver.__init__.__kwdefaults__, "pause", 0.0)
+    monkeypatch.setitem(CheckpointSaver.__init__.__kwdefaults__, "pause", 0.0)
     assert drive({"step(3)": [fails(disk, "full")]}) == UNAVAILABLE
     assert "checkpoints in a row could not be written" in drive.out
     assert "the same command continues after step 2:\n  python -m platform.launch +experiment=x" in drive.out
@@ -142,7 +142,7 @@ PLACES = {  # where it happens -> (the last step done, the newest saved)
     "platform.cluster.driver.open_run_corpus": (0, 0),
     "platform.cluster.control.checkpoints.Checkpoints.__init__": (0, 0),
     "platform.cluster.driver.open_monitor": (0, 0),
-    "platform.cluster.control.former.Former.form_generation": (0, 0),
+    "platform.cluster.control.former.GenerationFormer.form_generation": (0, 0),
     "platform.cluster.control.controller.build_metrics_row": (3, 2),
     "platform.cluster.control.checkpoints.Checkpoints.advance_save": (3, 2),
     "platform.cluster.control.recruiter.ReformAdvisor.propose_needed_reform": (4, 4),
@@ -247,7 +247,7 @@ def test_workers_on_a_full_disk(job, tmp_path):
         with open_crew(
             "processes", replace(job(2, "tests.doubles.fake_worker:Prints"), run_dir=disk.path / "run")
         ) as crew:
-            assert sorted(crew.members) == [0, 1]
+            assert sorted(crew.ready_members_by_number) == [0, 1]
             crew.seat_members(crew.job, [0, 1])
             crew.call_ranks("form", 0, 1, {}, crew.store, 1, [])
             assert crew.call_ranks("speak") == ["spoken"] * 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from platform.cluster.crew.signals import REASON, Stopped, StopSignals
 from tests.doubles.fake_crew import Dead
 from tests.harness.scripted_run import events, names, once_each, steps
@@ -199,7 +199,7 @@ def test_a_stop_that_cannot_be_saved(config, drive, stop, monkeypatch):
         monkeypatch.setattr(LocalStorage, "write", full)
         stop(crew)
 
-    monkeypatch.setitem(Saver.__init__.__kwdefaults__, "pause", 0.0)
+    monkeypatch.setitem(CheckpointSaver.__init__.__kwdefaults__, "pause", 0.0)
     assert drive({"step(3)": [fill]}) == 1
     [end] = events(config, "stopped")
     assert (end["step"], end["saved"], end["steps_lost"]) == (3, 0, 3)
@@ -229,9 +229,9 @@ def test_a_duration_between_checkpoints(config, drive, monkeypatch, at_once):
     + [("90", None), ("0", None)],
 )
 def test_what_a_duration_is(text, seconds):
-    from platform.cluster.control.checkpoints import Cadence
+    from platform.cluster.control.checkpoints import CheckpointCadence
 
-    cadence = Cadence(text)
+    cadence = CheckpointCadence(text)
     assert cadence.seconds == seconds
     assert cadence.steps == (int(text) if seconds is None else 0)
 

@@ -84,7 +84,7 @@ def test_a_fault_in_a_worker_costs_pauses_and_no_attempt(config, drive, monkeypa
     def fail(crew):
         if left[0]:
             left[0] -= 1
-            member = next(iter(crew.members.values()))
+            member = next(iter(crew.ready_members_by_number.values()))
             raise WorkerFailed([Failure(member, "failed", "step(4)", "OSError: [Errno 5]", 0, of_world=True)])
 
     assert drive({"step(4)": [fail] * (times + 1)}) == 0 and once_each(config)
@@ -95,7 +95,7 @@ def test_one_that_lasts_ends_with_a_status_of_its_own(config, drive):
     config.elastic.wait, config.elastic.attempts = 0.0, 2
 
     def fail(crew):
-        member = next(iter(crew.members.values()))
+        member = next(iter(crew.ready_members_by_number.values()))
         raise WorkerFailed([Failure(member, "failed", "step(4)", "OSError: [Errno 5]", 0, of_world=True)])
 
     assert drive({"step(4)": [fail] * 3}) == UNAVAILABLE

@@ -13,15 +13,15 @@ import pytest
 
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import Answer, Garbled, Hello, Unframer, encode_message
-from platform.cluster.crew.heartbeats import Watch
-from platform.cluster.crew.switchboard import Switchboard
-from platform.runtime.progress import SYNCHRONIZE, Activity, Progress
+from platform.cluster.crew.heartbeats import HangWatch
+from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.runtime.progress import SYNCHRONIZE, Activity, WorkerProgress
 from tests.harness.dialled import dialled, frame, greeting, knocked
 
 
 @pytest.fixture
 def board():
-    board = Switchboard("127.0.0.1")
+    board = ControlSwitchboard("127.0.0.1")
     board.expect_members([0, 1])
     yield board
     board.close()
@@ -163,8 +163,8 @@ def beat(seconds, waiting=False, section="forward"):
 
 
 def test_who_hangs():
-    watch, pending = Watch(10.0, start=0.0), {0, 1, 2}
-    assert not watch.workers_to_ask(pending, 8.9) and Watch(10.0, start=0.0).seconds_to_wait(8.0) == 1.0
+    watch, pending = HangWatch(10.0, start=0.0), {0, 1, 2}
+    assert not watch.workers_to_ask(pending, 8.9) and HangWatch(10.0, start=0.0).seconds_to_wait(8.0) == 1.0
     assert set(watch.workers_to_ask(pending, 9.0)) == pending and not watch.workers_to_ask(pending, 9.1)
     watch.note_heartbeat(0, beat(9.0, waiting=True), 9.0)
     watch.note_heartbeat(1, beat(2.0), 9.0)
@@ -186,7 +186,7 @@ def test_who_hangs():
 
 def test_who_is_at_work_or_starved_has_more_time_than_who_is_blocked():
     for busy, known in ((0.0, 3.0), (1.0, 10.0), (0.3, 10.0)):
-        watch = Watch(3.0, start=0.0)
+        watch = HangWatch(3.0, start=0.0)
         assert watch.workers_to_ask({0, 1}, 2.0)
         watch.note_heartbeat(0, beat(2.0, waiting=True), 2.0)
         for now in (2.5, 2.99, 3.0, 5.0, 9.99, 10.0):
@@ -197,18 +197,18 @@ def test_who_is_at_work_or_starved_has_more_time_than_who_is_blocked():
 def test_silence_is_judged_by_how_soon_others_answer():
     """Where they are slow, or nobody is heard at all, it may be the machine that stood still."""
     for slowest, known in ((0.1, 3.0), (0.9, 4.7)):
-        watch = Watch(3.0, start=0.0, silence=3.0)
+        watch = HangWatch(3.0, start=0.0, silence=3.0)
         assert set(watch.workers_to_ask({0, 1}, 2.0)) == {0, 1}
         watch.note_heartbeat(0, beat(2.0, waiting=True), 2.0 + slowest)
         for now in (2.95, 3.0, 4.6, 4.7):
             assert (1 in watch.find_hung({0, 1}, now)[1]) == (now >= known), (slowest, now)
-    watch = Watch(3.0, start=0.0, silence=3.0)
+    watch = HangWatch(3.0, start=0.0, silence=3.0)
     assert watch.workers_to_ask({0, 1}, 2.0)
     assert watch.find_hung({0, 1}, 11.9) == ({}, set()) and watch.find_hung({0, 1}, 12.0)[1] == {0, 1}
 
 
 def test_a_thread_that_computes_is_told_from_one_that_is_blocked():
-    progress, lock, shares = Progress(), threading.Lock(), []
+    progress, lock, shares = WorkerProgress(), threading.Lock(), []
 
     def work() -> None:
         progress.begin_call("step(3)")
@@ -238,9 +238,9 @@ def test_a_thread_that_computes_is_told_from_one_that_is_blocked():
 
 def test_silence_in_a_call_without_a_limit():
     """A stopped process is found in a call that may take as long as it likes."""
-    watch, pending = Watch(math.inf, start=0.0, silence=10.0), {0, 1}
+    watch, pending = HangWatch(math.inf, start=0.0, silence=10.0), {0, 1}
     assert (
-        Watch(math.inf, start=0.0, silence=10.0).seconds_to_wait(0.0) == 9.0
+        HangWatch(math.inf, start=0.0, silence=10.0).seconds_to_wait(0.0) == 9.0
         and set(watch.workers_to_ask(pending, 9.0)) == pending
     )
     watch.note_heartbeat(0, beat(9.0), 9.1)
@@ -250,7 +250,7 @@ def test_silence_in_a_call_without_a_limit():
     assert watch.find_hung(pending, 2000.0) == ({}, set())
 
 
-def follow(watch: Watch, members, said, start: float, end: float, stops=()) -> set[int]:
+def follow(watch: HangWatch, members, said, start: float, end: float, stops=()) -> set[int]:
     """The driver's loop on a clock of ours, which jumps by (at, seconds) of `stops`; who is blamed at last. `said`: the
     beat of a member at a time, None from one that hangs. What was sent during a stop is heard after it."""
     now, stops, sent = start, sorted(stops), {}
@@ -276,13 +276,15 @@ def test_a_driver_that_stood_still_blames_nobody(seed):
     draw = random.Random(seed)
     stops = [(draw.uniform(0, 40), draw.uniform(1, 30)) for _ in range(draw.randint(1, 3))]
     how = {"within": draw.choice((3.0, 10.0, 60.0)), "start": 0.0, "silence": 10.0}
-    assert not follow(Watch(**how), {0, 1}, lambda number, now: beat(draw.uniform(0, 1), waiting=True), 0, 60, stops)
-    hangs = follow(Watch(**how), {0, 1}, lambda number, now: number == 0 and beat(0.1, waiting=True), 0, 400, stops)
+    assert not follow(
+        HangWatch(**how), {0, 1}, lambda number, now: beat(draw.uniform(0, 1), waiting=True), 0, 60, stops
+    )
+    hangs = follow(HangWatch(**how), {0, 1}, lambda number, now: number == 0 and beat(0.1, waiting=True), 0, 400, stops)
     assert hangs == {1}
 
 
 def test_no_limit_asks_nobody():
-    watch = Watch(math.inf, start=0.0)
+    watch = HangWatch(math.inf, start=0.0)
     assert (
         watch.seconds_to_wait(1e9) == math.inf
         and not watch.workers_to_ask({0}, 1e9)
@@ -298,7 +300,7 @@ def test_who_hangs_where_all_wait_for_their_devices():
     """On GPUs every host waits for its device: whose device is at work, while those of others wait for it, hangs."""
 
     def judge(beats):
-        watch, pending = Watch(10.0, start=0.0), set(beats)
+        watch, pending = HangWatch(10.0, start=0.0), set(beats)
         for asked, when in ((9.0, 9.0), (10.0, 19.0)):
             assert set(watch.workers_to_ask(pending, asked)) == pending
             for number, beat in beats.items():
@@ -321,7 +323,7 @@ def test_who_hangs_where_all_wait_for_their_devices():
 def test_who_prepares_has_as_long_as_a_first_step():
     """Kernels are compiled by other threads and processes, while the main thread is idle."""
     for preparing, known in ((False, 3.0), (True, 120.0)):
-        watch = Watch(3.0, start=0.0)
+        watch = HangWatch(3.0, start=0.0)
         assert watch.workers_to_ask({0, 1}, 2.0)
         watch.note_heartbeat(0, beat(2.0, waiting=True), 2.0)
         for now in (3.0, 9.99, 60.0, 100.0, 120.0):

@@ -61,7 +61,7 @@ def test_a_wrong_answer_is_the_end_of_who_gives_it(job):
             crew.call_ranks("step", "x", 1)
         assert caught.value.culprit.member.number == 1
         crew.release_members()
-        assert [*crew.members] == [0, 2]
+        assert [*crew.ready_members_by_number] == [0, 2]
 
 
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: str(value)[:40])

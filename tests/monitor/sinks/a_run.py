@@ -10,7 +10,7 @@ from typing import Any
 
 from platform.config.fields import Config
 from platform.monitor.sinks.alerts import SinkRun
-from platform.monitor.sinks.follower import Follower, lock_service
+from platform.monitor.sinks.follower import RunFollower, lock_service
 from platform.monitor.sinks.sink_process import SINKS
 from tests.harness.happenings import EXAMPLES
 from tests.harness.metrics_rows import line
@@ -39,10 +39,10 @@ class ARun:
     def saved(self, step: int) -> None:
         self.happen("checkpoint", step=step, directory=f"step-{step}")
 
-    def followed(self, name: str) -> Follower:
+    def followed(self, name: str) -> RunFollower:
         """A process of its own would do this; the caller closes it, or leaves it as a crash does."""
         with lock_service(self.path, name):
-            return Follower(name, SinkRun(self.path, self.config, self.monitor), SINKS[name].open)
+            return RunFollower(name, SinkRun(self.path, self.config, self.monitor), SINKS[name].open)
 
     def state(self, name: str) -> dict[str, Any]:
         return json.loads((self.path / "sinks" / f"{name}.json").read_text())["state"]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from platform.monitor.sinks.alerts import GRACE_SECONDS, Alerts
+from platform.monitor.sinks.alerts import GRACE_SECONDS, AlertFinder
 from tests.harness.happenings import happening
 from tests.monitor.sinks.a_run import ARun
 
 
 def found(*events, goodput_below: float = 0.0) -> list[tuple[str, str, str]]:
-    alerts, happened = Alerts(goodput_below), [happening(time, word, **fields) for time, word, fields in events]
+    alerts, happened = AlertFinder(goodput_below), [happening(time, word, **fields) for time, word, fields in events]
     return [(a.kind, a.level, a.text) for event in happened for a in alerts.find_alerts(event)]
 
 

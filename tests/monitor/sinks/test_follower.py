@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from platform.monitor.sinks.alerts import Sink, SinkRun
-from platform.monitor.sinks.follower import MOST_HELD, Follower
+from platform.monitor.sinks.alerts import MonitorSink, SinkRun
+from platform.monitor.sinks.follower import MOST_HELD, RunFollower
 from tests.monitor.sinks.a_run import ONCE, ARun, rewound_twice, rounded
 
 
-class Seen(Sink):
+class Seen(MonitorSink):
     """A service that keeps what it is sent in `got`, as a store outside would, over all its processes."""
 
     got: list[Any] = []
@@ -139,7 +139,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path, kind: type[Seen]
         file.write(b'[1]\n{"step": "x"}\n\xff\xfe\n{"step": 2}\n' + b"[" * 9999 + b'\n{"st')
     with open(run.path / "journal.jsonl", "ab") as file:
         file.write(b'{"event": "of_a_later_version", "time": 1.0, "generation": 1}\n{"event": 3}\n{')
-    follower: Follower = run.followed("seen")
+    follower: RunFollower = run.followed("seen")
     monkey = Seen.got
     follower.sink.send_steps = lambda rows: monkey.extend(row["step"] for row in rows)  # type: ignore[method-assign]
     follower.catch_up()

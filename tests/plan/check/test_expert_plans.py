@@ -8,7 +8,7 @@ from typing import Any
 from platform.config.fields import Config
 from platform.plan.operation_forms import Unsound
 from platform.plan.plan import Plan
-from platform.plan.plan_check import Walk, find_unsoundness
+from platform.plan.plan_check import PlanWalk, find_unsoundness
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure
 from tests.harness.pairwise import cover, product
@@ -43,7 +43,7 @@ def configured(case: dict[str, Any]) -> Config:
 
 def passing(plan: Plan) -> tuple[list[Any], Counter[str]]:
     """What of a plan is changed and not seen, and how much of each kind was changed."""
-    walk, axes = Walk(plan), [a for a, n in plan.mesh.axes.items() if n > 1]
+    walk, axes = PlanWalk(plan), [a for a, n in plan.mesh.axes.items() if n > 1]
     passed, tried = list[Any](), Counter[str]()
     for (kind, name), o in plan.operations.items():
         if ".mlp" in name or kind == "token_loss":

@@ -16,7 +16,7 @@ from platform.plan.operation_plan import Collective
 from platform.plan.operations.op import Op
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
-from platform.plan.plan_check import Walk, find_unsoundness
+from platform.plan.plan_check import PlanWalk, find_unsoundness
 from platform.predict.make_plan import make_plan
 from tests.fuzz import plans
 from tests.harness.oracle import CONF, MODELS, configure
@@ -241,7 +241,7 @@ def test_mutants_are_seen(planned, what):
 def test_every_change_of_a_step_is_seen(planned, case):
     """Each step of each conversion, of the operations of one block and of those outside of blocks."""
     plan, passed, tried = planned[case], [], 0
-    walk = Walk(plan)
+    walk = PlanWalk(plan)
     for (kind, name), o in plan.operations.items():
         for part, c, put in conversions(o) if "layers.1" not in name else ():
             for mutant in every_step(c, 3, list(plan.mesh.axes)):

@@ -8,7 +8,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from platform.plan.layout import Layout, Mesh
-from platform.plan.rule import Conversion, Step, contract_layouts, partial_axes, plan_operand_conversion, relayout_steps
+from platform.plan.rule import (
+    Conversion,
+    RelayoutStep,
+    contract_layouts,
+    partial_axes,
+    plan_operand_conversion,
+    relayout_steps,
+)
 from tests.harness.numpy_blocks import equal, execute, layouts, split, whole
 
 MESHES = [
@@ -25,12 +32,14 @@ def layout(text: str) -> Layout:
     return Layout.build_canonical(rules, rules.pop("only", ()))
 
 
-def steps(text: str) -> tuple[Step, ...]:
+def steps(text: str) -> tuple[RelayoutStep, ...]:
     """'all_gather y 0, all_to_all z 2<1 @g': operation, axes, dim(<joined), at whose index 0 alone."""
 
-    def one(op: str, axes: str, dims: str = "0", only: str = "") -> Step:
+    def one(op: str, axes: str, dims: str = "0", only: str = "") -> RelayoutStep:
         dim, _, joined = dims.partition("<")
-        return Step(op, tuple(axes.split("+")), int(dim), int(joined or 0), tuple(only.removeprefix("@").split()))
+        return RelayoutStep(
+            op, tuple(axes.split("+")), int(dim), int(joined or 0), tuple(only.removeprefix("@").split())
+        )
 
     return tuple(one(*words.split()) for words in text.split(",") if words.strip())
 
@@ -162,7 +171,7 @@ def test_the_backward_steps_are_the_adjoint(data, mesh, parameter):
     gradient, total = partial_blocks(X, mesh, target, axes)
     found = execute(conversion.backward, gradient, mesh)
     if parameter and (partial := partial_axes(source, axes)):
-        found = execute([Step("all_reduce", partial, only=source.only)], found, mesh)
+        found = execute([RelayoutStep("all_reduce", partial, only=source.only)], found, mesh)
     assert equal(found, split(total, X, source, mesh))
 
 
@@ -195,7 +204,7 @@ def test_any_einsum_of_any_layouts(data, mesh, parameter):
     dx = execute(enter_x.backward, multiply(local_dy, turn(local_w)), mesh)
     dw = execute(enter_w.backward, multiply(turn(local_x), local_dy), mesh)
     if parameter and (partial := partial_axes(lw, c.axes)):
-        dw = execute([Step("all_reduce", partial, only=lw.only)], dw, mesh)
+        dw = execute([RelayoutStep("all_reduce", partial, only=lw.only)], dw, mesh)
     assert equal(dx, split(dy @ w.T, x_dims, lx, mesh)), "gradient of x"
     assert equal(dw, split(x.T @ dy, w_dims, lw, mesh)), "gradient of w"
 

@@ -9,7 +9,7 @@ import pytest
 
 from platform import launch
 from platform.boundary.refusals import ConfigError
-from platform.cluster.shown_commands import Phases
+from platform.cluster.shown_commands import PhaseTimes
 from platform.config.composition import open_composer
 from platform.launch import compose_config
 from platform.plan.__main__ import main
@@ -226,5 +226,5 @@ def test_a_scheme_that_splits_nothing_is_told_once(typed, line, capsys):
     assert main(shlex.split(f"{SMALL} {typed}")) == 0
     assert capsys.readouterr().err.splitlines() == [line] * bool(line)
     with open_composer(None) as composer:
-        lines, job = launch._plan_job(composer, shlex.split(f"{SMALL} {typed}"), Phases())
+        lines, job = launch._plan_job(composer, shlex.split(f"{SMALL} {typed}"), PhaseTimes())
     assert lines == [] and job and capsys.readouterr().err.splitlines() == [line] * bool(line)

@@ -18,7 +18,7 @@ from platform.predict.contenders import CHOOSABLE, MODE, Contender, SearchSpace,
 from platform.predict.estimate import PassBytes
 from platform.predict.make_plan import plan_quickly
 from platform.predict.memory_budget import predict_peak_bytes
-from platform.predict.search import Field
+from platform.predict.search import ContenderGrid
 from platform.predict.step_price import read_hardware, step_price
 
 MODELS = {
@@ -43,11 +43,11 @@ class Compared(NamedTuple):
     memory: float
 
 
-def draw_contender(rng: Random, field: Field) -> Contender | None:
+def draw_contender(rng: Random, field: ContenderGrid) -> Contender | None:
     """A contender of any start, sizes and mode that go together."""
     space = field.space
     start = rng.choice(space.list_starts())
-    columns = field._contender_grid(start)
+    columns = field._allowed_size_columns(start)
     if not columns or not len(columns["stages"]):
         return None
     row = rng.randrange(len(columns["stages"]))
@@ -65,7 +65,7 @@ def compare(seed: int, count: int) -> Iterator[Compared]:
         gpu, workers = rng.choice([*GPUS]), rng.choice((4, 8, 16, 32, 64))
         sizes = f"model.layers={rng.choice(layers)}", "model.vocab=32000", f"train.global_batch={workers * 4}"
         config = compose_config([*model.split(), *sizes, f"cluster.gpu={gpu}", "plan.search=[all]"])
-        field = Field(SearchSpace(config), workers, 80e9, read_hardware(GPUS[gpu]))
+        field = ContenderGrid(SearchSpace(config), workers, 80e9, read_hardware(GPUS[gpu]))
         choice = draw_contender(rng, field)
         rated = choice and field.estimate_choices([choice])[0]
         made = choice and field.space.build_config(choice)

@@ -126,11 +126,11 @@ def typed_prices(situation: Situation) -> dict[tuple[str, ...], float]:
 def assert_never_slower(situation: Situation) -> None:
     prices, whole = typed_prices(situation), situation.search("all")
     for keys in (SOME_KEYS, MORE_KEYS):
-        fewer = situation.search(*keys).best_finalist
+        fewer = situation.search(*keys).quickest_fitting_finalist
         prices |= (
             {("searched", *keys): fewer.price.seconds} if fewer and whole.workers == fewer.plan.mesh.world_size else {}
         )
-    best = whole.best_finalist
+    best = whole.quickest_fitting_finalist
     assert best or not prices, f"{situation}: no plan, but {prices} fit"
     quicker = {typed: seconds for typed, seconds in prices.items() if best and seconds * NEAR < best.price.seconds}
     chosen = best and " ".join(whole.space.format_overrides(best.choice))

@@ -20,7 +20,7 @@ from platform.predict.contenders import Contender, SearchSpace
 from platform.predict.make_plan import make_plan, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes
 from platform.predict.replan import replan
-from platform.predict.search import Field, choose_plan, format_ranking, search_plans
+from platform.predict.search import ContenderGrid, choose_plan, format_ranking, search_plans
 from platform.predict.step_price import choose_pricing_hardware, read_hardware, step_price
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
@@ -81,7 +81,7 @@ def test_the_search_finds_what_brute_force_finds(arguments, memory, hardware):
 
 def test_the_estimate_is_near_the_price_of_the_plan():
     config, hardware = composed("tensor=auto", "parallel.data=-1"), read_hardware("cpu")
-    rated, judged = Field(SearchSpace(config), 4, LARGE, hardware).rate_contenders()
+    rated, judged = ContenderGrid(SearchSpace(config), 4, LARGE, hardware).rate_contenders()
     assert judged == 24 and len(rated) > 15
     for one in rated[::3]:
         made = SearchSpace(config).build_config(one.choice)
@@ -128,13 +128,13 @@ def test_the_refusal_names_the_key_that_would_help():
 def test_branches_are_searched_too():
     """Their axes may divide whole experts, and are no axes of a tensor scheme."""
     config = compose_config(["+experiment=t5_large_mod", "plan.search=[all]", "model.layers=2"])
-    assert search_plans(config, 4, LARGE, read_hardware("h100")).best_finalist
+    assert search_plans(config, 4, LARGE, read_hardware("h100")).quickest_fitting_finalist
 
 
 def test_fewer_replicas_than_are_to_share_experts_are_estimated():
     config = composed("parallel.data=-1", "tensor=1d_sp", "tensor.axes.t=-1", "model.layers=2", experiment="moe_quick")
     assert config.parallel.experts == 4
-    rated, _ = Field(SearchSpace(config), 2, LARGE, read_hardware("h100")).rate_contenders()
+    rated, _ = ContenderGrid(SearchSpace(config), 2, LARGE, read_hardware("h100")).rate_contenders()
     assert rated and all(isfinite(one.seconds) and isfinite(one.memory) for one in rated)
 
 
@@ -161,7 +161,7 @@ def test_megatrons_heuristics_are_found_again():
     """175B on A100s: tensor parallelism inside a node, pipeline beyond, replicas outermost."""
     arguments = "parallel.data=-1", "pipeline=auto", "tensor=1d_sp", "tensor.axes.t=-1", "recompute=auto"
     config = composed(*arguments, "train.microbatch=1", experiment="gpt175b")
-    rated, _ = Field(SearchSpace(config), 1536, 80e9, read_hardware("a100_80g")).rate_contenders()
+    rated, _ = ContenderGrid(SearchSpace(config), 1536, 80e9, read_hardware("a100_80g")).rate_contenders()
     best = next(one for one in rated if one.memory <= 80e9).choice
     assert 1 < best.axes[0] <= 8 and best.stages > 1 and best.data > 1
     assert [*make_plan(replace(SearchSpace(config).build_config(best))).mesh.axes] == ["stage", "data", "t"]
@@ -172,7 +172,7 @@ def test_experts_of_a_large_model_stay_inside_nodes():
     multiple of the stages."""
     open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
     config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
-    rated, _ = Field(SearchSpace(config), 256, 130e9, read_hardware("h200")).rate_contenders()
+    rated, _ = ContenderGrid(SearchSpace(config), 256, 130e9, read_hardware("h200")).rate_contenders()
     best = next(one for one in rated if one.memory <= 130e9).choice
     assert 1 < best.experts <= 8 and best.stages > 8
 
@@ -184,8 +184,8 @@ def test_what_has_room_for_an_even_routing_alone_is_no_finalist():
     open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
     config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
     found = search_plans(config, 256, 130e9, read_hardware("h200"))
-    assert found.best_finalist and found.best_finalist.peak_memory < 130e9
-    assert found.best_finalist.price.seconds < 1.1 * min(f.price.seconds for f in found.tried)
+    assert found.quickest_fitting_finalist and found.quickest_fitting_finalist.peak_memory < 130e9
+    assert found.quickest_fitting_finalist.price.seconds < 1.1 * min(f.price.seconds for f in found.tried)
 
 
 def test_the_estimate_of_exchanges_is_near_their_price():
@@ -202,7 +202,9 @@ def test_the_estimate_of_exchanges_is_near_their_price():
     config, hardware = composed(*open_keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
     space = SearchSpace(config)
     choices = [Contender("serial", (), data=64, experts=n, tensor_experts="split") for n in (1, 2, 4, 8, 16, 32, 64)]
-    rated = Field(space, 64, LARGE, hardware).estimate_choices([replace(c, zero=config.parallel.zero) for c in choices])
+    rated = ContenderGrid(space, 64, LARGE, hardware).estimate_choices(
+        [replace(c, zero=config.parallel.zero) for c in choices]
+    )
     for one in rated:
         made = SearchSpace(config).build_config(one.choice)
         assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one
@@ -214,7 +216,7 @@ def test_narrow_experts_are_left_whole():
     keys = "parallel.tensor_experts=auto", "parallel.experts=-1", "parallel.data=-1", "tensor=1d_sp", "tensor.axes.t=2"
     sizes = "model.layers=4", "train.global_batch=32", "train.microbatch=1", "model.capacity_factor=0", "pipeline=none"
     config, hardware = composed(*keys, *sizes, experiment="qwen3_235b_a22b"), read_hardware("h100")
-    rated, _ = Field(SearchSpace(config), 32, LARGE, hardware).rate_contenders()
+    rated, _ = ContenderGrid(SearchSpace(config), 32, LARGE, hardware).rate_contenders()
     prices = {}
     for one in rated:
         made = SearchSpace(config).build_config(one.choice)
@@ -222,11 +224,11 @@ def test_narrow_experts_are_left_whole():
         assert one.seconds == pytest.approx(found.seconds, rel=0.3), one
     assert len(prices) == 2 * 5
     assert all(prices[n, "whole"].seconds < prices[n, "split"].seconds for n in (1, 2, 4, 8, 16))
-    best = search_plans(config, 32, LARGE, hardware).best_finalist
+    best = search_plans(config, 32, LARGE, hardware).quickest_fitting_finalist
     assert best.choice.tensor_experts == "whole" == best.config.parallel.tensor_experts
     assert "parallel.tensor_experts=whole" in SearchSpace(config).format_overrides(best.choice)
     dense = SearchSpace(composed("plan.search=[all]"))
-    assert {c.choice.tensor_experts for c in Field(dense, 4, LARGE, hardware).rate_contenders()[0]} == {"split"}
+    assert {c.choice.tensor_experts for c in ContenderGrid(dense, 4, LARGE, hardware).rate_contenders()[0]} == {"split"}
 
 
 def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
@@ -260,8 +262,8 @@ def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):
     measured = []
     monkeypatch.setattr(ranking, "MemoryForecast", lambda *given: measured.append(given) or MemoryForecast(*given))
     found = search_plans(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
-    assert found.best_finalist is found.tried[0] and len(measured) == 1 < len(found.tried)
-    assert found.fitting_finalists[0] is found.best_finalist and len(measured) == len(found.tried)
+    assert found.quickest_fitting_finalist is found.tried[0] and len(measured) == 1 < len(found.tried)
+    assert found.fitting_finalists[0] is found.quickest_fitting_finalist and len(measured) == len(found.tried)
 
 
 def test_a_job_is_written_for_the_chosen_plan(capsys):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from platform.runtime.clock import Clock
-from platform.runtime.communicator import Handle
+from platform.runtime.clock import SectionClock
+from platform.runtime.communicator import CollectiveHandle
 from platform.runtime.progress import PROGRESS, SYNCHRONIZE
 
 
@@ -39,14 +39,14 @@ def clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Event.made = Event.reached = 0
     PROGRESS.begin_call("step(1)")
-    yield Clock("cuda")
+    yield SectionClock("cuda")
     PROGRESS.begin_call("")
 
 
 def test_a_heartbeat_tells_where_the_device_is(clock):
     with clock.time_section("step"):
         with clock.time_section("forward"):
-            Handle(clock, lambda: None, lambda: None).wait()
+            CollectiveHandle(clock, lambda: None, lambda: None).wait()
         with clock.time_section("backward"):
             pass
     beats = []
@@ -87,7 +87,7 @@ def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkey
     monkeypatch.setattr(torch.cuda, "Stream", lambda: "beside")
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(Event, "during", lambda: None, raising=False)
-    detailed = Clock("cuda", detailed=True)
+    detailed = SectionClock("cuda", detailed=True)
 
     def wait():
         waits.append(streams[-1])
@@ -97,7 +97,7 @@ def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkey
         flight = detailed.note_launch("gather", begin, wait, held)  # 2, beside
         assert waits == ["beside"] and flight.held is held, "what it reads stays until the computing stream waits"
         detailed.begin_span("layers.0")  # 3
-        Handle(detailed, wait, lambda: None, flight=flight).wait()  # 4, 5
+        CollectiveHandle(detailed, wait, lambda: None, flight=flight).wait()  # 4, 5
         detailed.begin_span("")  # 6
         assert waits == ["beside", "compute"] and flight.held is None
         never = detailed.note_launch("reduce", detailed.record_mark(), wait, held)  # not waited for in this step
@@ -105,7 +105,7 @@ def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkey
     reading = detailed.take_section_times()
     assert reading.collectives == [("gather", 1.0, 4.0, 2.0)], "done before the rank wanted it"
     assert reading.spans == [("layers.0", 3.0, 6.0)] and Event.reached == Event.made
-    Handle(detailed, wait, lambda: None, flight=never).wait()
+    CollectiveHandle(detailed, wait, lambda: None, flight=never).wait()
     assert detailed.take_section_times().collectives == [("reduce", 0.0, 0.0, 0.0)], (
         "it began and ended before this reading did"
     )
@@ -115,7 +115,7 @@ def test_waits_are_booked_by_axes_too(clock):
     Event.during = lambda: None
     with clock.time_section("forward"):
         for along in ("t", "data+t", "t", ""):
-            Handle(clock, lambda: None, lambda: None, along=along).wait()
+            CollectiveHandle(clock, lambda: None, lambda: None, along=along).wait()
     reading = clock.take_section_times()
     assert reading.waits == {"t": 2.0, "data+t": 1.0} and reading.seconds["exposed_comm"] == 4.0
 

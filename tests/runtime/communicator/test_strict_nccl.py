@@ -15,7 +15,7 @@ from platform.runtime import process_groups as torch_distributed
 from platform.runtime.communicator import Aborted, Communicator
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.process_groups import ProcessGroups, join_default_group
-from platform.train.rank_parameters import Weights
+from platform.train.rank_parameters import RankWeights
 from tests.doubles.strict_nccl import GPU, Stuck, World, run_strictly
 from tests.harness.oracle import compute, configure, examine, prove
 
@@ -166,7 +166,7 @@ def test_negative_control_memory_of_gradients_that_is_used_again_before_they_are
 
     monkeypatch.setattr(FlatBucket, "start_reduction", keep)
     monkeypatch.setattr(
-        Weights, "_reduce_bucket", lambda self, flat: flat.start_reduction()
+        RankWeights, "_reduce_bucket", lambda self, flat: flat.start_reduction()
     )  # and goes on without a wait
     prove(c)
     axes, work = process_groups(plan), lambda groups: compute(c, plan, groups)

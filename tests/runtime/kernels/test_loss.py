@@ -14,7 +14,7 @@ from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_peak_bytes
 from platform.runtime import chunked_loss
-from platform.runtime.chunked_loss import Classes, Likelihood, Targets
+from platform.runtime.chunked_loss import Likelihood, LossClasses, Targets
 from tests.harness.live import count
 from tests.harness.oracle import configure, prove, run
 from tests.harness.threads import run_threads
@@ -55,7 +55,7 @@ def test_split_vocab(smoothing, dtype, small_chunks):
             mine = logits.chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
             first = communicator.rank * mine.shape[1]
             value = chunked_loss.cross_entropy(
-                mine, Targets(labels), communicator, Classes(over, first, VOCAB, smoothing)
+                mine, Targets(labels), communicator, LossClasses(over, first, VOCAB, smoothing)
             )
             (2 * value).backward()
             return value.detach(), mine.grad
@@ -97,7 +97,7 @@ def test_a_loss_of_ones_own(name, weighted, small_chunks):
         def work(communicator, ranks=ranks):
             mine = logits[:, : 16 * max(ranks, 4)].chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
             over, first = ("t",) if ranks > 1 else (), communicator.rank * mine.shape[1]
-            classes = Classes(over, first, VOCAB, loss=OWN[name])
+            classes = LossClasses(over, first, VOCAB, loss=OWN[name])
             value = chunked_loss.cross_entropy(mine, Targets(labels, weights), communicator, classes)
             (2 * value).backward()
             return value.detach(), mine.grad

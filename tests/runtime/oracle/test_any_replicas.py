@@ -19,7 +19,7 @@ from platform.predict.replan import replan
 from platform.runtime.communicator import SingleRank
 from platform.runtime.parallel_ops import ParallelOps
 from platform.train.stage_passes import StagePasses
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, trainer_of
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
@@ -86,7 +86,7 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
     def work(communicator):
         torch.set_num_threads(1)
         trainer = trainer_of(c, plan, communicator)
-        state = State(trainer)
+        state = RankTrainingState(trainer)
         if start:
             state.restore_checkpoint(storage, start, load_manifest(storage, start))
         found = []

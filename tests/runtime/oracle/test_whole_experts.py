@@ -9,7 +9,7 @@ import pytest
 
 from platform.config.layout_rules import expert_axis_sizes
 from platform.plan.layout import Layout
-from platform.plan.operations.experts import Ends
+from platform.plan.operations.experts import RowEnds
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import configure, prove
 from tests.harness.pairwise import cover, product
@@ -63,12 +63,12 @@ def test_negative_control_rows_of_another_rank(monkeypatch):
     """Where tensor ranks make rows of each other's experts, one process must notice."""
     c = configured("shared", 2, tensor="1d_sp", axes={"t": 2}, data=2, tensor_experts="whole", capacity_factor=0.0)
     prove(c)
-    whole = Ends.exchange_seats
+    whole = RowEnds.exchange_seats
 
     def seats(*arguments):
         axes, first, each = whole(*arguments)
         return axes, tuple(e ^ each for e in first), each
 
-    monkeypatch.setattr(Ends, "exchange_seats", seats)
+    monkeypatch.setattr(RowEnds, "exchange_seats", seats)
     with pytest.raises(AssertionError):
         prove(c)

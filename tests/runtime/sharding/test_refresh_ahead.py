@@ -12,15 +12,15 @@ import torch
 from platform.config.fields import Config
 from platform.predict.make_plan import make_plan
 from platform.runtime.flat_buffers import FlatBucket
-from platform.runtime.residency import Residency
+from platform.runtime.residency import ParameterResidency
 from platform.train import rank_parameters
 from platform.train.faults import Fault
-from platform.train.generator import Generator
-from platform.train.rank_parameters import LossScale, Weights
+from platform.train.generator import TextGenerator
+from platform.train.rank_parameters import LossScale, RankWeights
 from platform.train.replies import AskedTexts, Choice
 from platform.train.state_recovery import compare_replicas
 from platform.train.trainer import Trainer
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.card import alone
 from tests.harness.oracle import MODELS, configure, prove, run, trainer_of, validation_loss
 from tests.harness.threads import run_threads
@@ -60,8 +60,10 @@ def test_equals_one_process(name, data, zero):
 
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "nobody waits": lambda patch: patch.setattr(FlatBucket, "gather_parameters", lambda self: None),
-    "spans do not wait": lambda patch: patch.setattr(Residency, "_move_to_span", lambda *_: None),
-    "the first span alone waits": lambda patch: patch.setattr(Residency, "run_block", lambda self, block, x: block(x)),
+    "spans do not wait": lambda patch: patch.setattr(ParameterResidency, "_move_to_span", lambda *_: None),
+    "the first span alone waits": lambda patch: patch.setattr(
+        ParameterResidency, "run_block", lambda self, block, x: block(x)
+    ),
 }
 
 
@@ -89,12 +91,12 @@ def test_each_bucket_is_waited_for_at_its_first_use(overlap, monkeypatch):
     """In the order of the forward pass; nothing is left when it ends, and no later pass waits."""
     c = planned("untied", 2, 1)
     c.parallel.overlap = overlap
-    move = Residency._move_to_span
+    move = ParameterResidency._move_to_span
 
     def work(trainer: Trainer) -> tuple[list[list[bool]], list[bool]]:
         buckets, seen = trainer.weights.buckets, []
 
-        def moved(self: Residency, spans: Any, at: int, way: int) -> None:
+        def moved(self: ParameterResidency, spans: Any, at: int, way: int) -> None:
             move(self, spans, at, way)
             seen.append([flat.resident for flat in buckets])
 
@@ -119,7 +121,7 @@ def after_an_update(c: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a rank does from an update to the end of the next forward pass, in order, on a card that is not there:
     gathers of weights that it starts and waits for, and spans of the model that begin."""
     found: list[str] = []
-    start, move = FlatBucket._launch_gather, Residency._move_to_span
+    start, move = FlatBucket._launch_gather, ParameterResidency._move_to_span
 
     class Noted:
         def __init__(self, flat: FlatBucket, out: torch.Tensor):
@@ -130,12 +132,12 @@ def after_an_update(c: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append(f"wait {self.name}")
             return self.handle.wait()
 
-    def moved(self: Residency, spans: Any, at: int, way: int) -> None:
+    def moved(self: ParameterResidency, spans: Any, at: int, way: int) -> None:
         move(self, spans, at, way)
         found.append(f"span {at}")
 
     monkeypatch.setattr(FlatBucket, "_launch_gather", lambda flat, out: Noted(flat, out))
-    monkeypatch.setattr(Residency, "_move_to_span", moved)
+    monkeypatch.setattr(ParameterResidency, "_move_to_span", moved)
     with alone(c, 0, []) as trainer:
         trainer.step(1)
         trainer.step(2)
@@ -158,11 +160,11 @@ def test_gathers_run_under_the_next_forward_pass(zero, monkeypatch):
 
 @pytest.mark.parametrize("how", ["no overlap", "a refresh that waits"])
 def test_negative_control_gathers_that_are_waited_for_at_once(how, monkeypatch):
-    c, refresh = planned("untied", 2, 1), Weights.refresh_copies
+    c, refresh = planned("untied", 2, 1), RankWeights.refresh_copies
     if how == "no overlap":
         c.parallel.overlap = False
     else:
-        monkeypatch.setattr(Weights, "refresh_copies", lambda self, ahead: refresh(self))
+        monkeypatch.setattr(RankWeights, "refresh_copies", lambda self, ahead: refresh(self))
     assert after_an_update(c, monkeypatch) == [*STARTS, *WAITS, *(f"span {i}" for i in range(SPANS))]
 
 
@@ -196,7 +198,7 @@ def continued(c: Config) -> list[list[int]]:
     def work(trainer: Trainer) -> list[list[int]]:
         trainer.config.optimizer.lr = 1.0  # so that a step changes what is written
         trainer.step(1)
-        generator = Generator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
+        generator = TextGenerator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
         with torch.no_grad():
             return [list(text.ids) for text in generator.continue_texts(*asked)]
 
@@ -248,11 +250,11 @@ def test_damage_and_comparisons_see_what_an_update_has_made():
         def of(trainer: Trainer) -> Any:
             mine = fault if fault and fault.rank == trainer.communicator.rank else None
             trainer.step(1)
-            compared = compare_replicas(trainer, State(trainer), None) if fault is None else None
+            compared = compare_replicas(trainer, RankTrainingState(trainer), None) if fault is None else None
             return (
                 compared
                 or trainer.step(
-                    2, fault=mine, verify=lambda: compare_replicas(trainer, State(trainer), None)
+                    2, fault=mine, verify=lambda: compare_replicas(trainer, RankTrainingState(trainer), None)
                 ).differences
             )
 
@@ -265,11 +267,11 @@ def test_damage_and_comparisons_see_what_an_update_has_made():
 
 
 def test_negative_control_a_comparison_that_does_not_wait(monkeypatch):
-    monkeypatch.setattr(Weights, "wait_for_gathers", lambda self: None)
+    monkeypatch.setattr(RankWeights, "wait_for_gathers", lambda self: None)
 
     def work(trainer: Trainer) -> Any:
         trainer.step(1)
-        return compare_replicas(trainer, State(trainer), None)
+        return compare_replicas(trainer, RankTrainingState(trainer), None)
 
     assert all(found for found in on_all_ranks(planned("tied", 3, 1), work))
 

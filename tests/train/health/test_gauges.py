@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from platform.train import gauges
-from platform.train.gauges import Gauges, GpuGauges, ProcessGauges, ProcessorGauges, gauge_sources
+from platform.train.gauges import GaugeReader, GpuGauges, ProcessGauges, ProcessorGauges, gauge_sources
 from platform.train.replies import GAUGES
 
 
@@ -149,7 +149,7 @@ def test_a_machine_is_read_where_it_may_be(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_readings_are_means_since_the_report_before() -> None:
-    own = Gauges()
+    own = GaugeReader()
     assert own.take_means() == {}
     for numbers in ({"cpu": 1.0}, {"cpu": 2.0, "power": 5.0}):
         own.take_reading([lambda numbers=numbers: numbers, unreadable])

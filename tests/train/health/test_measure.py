@@ -13,7 +13,7 @@ import torch
 from platform.config.fields import Config
 from platform.plan.layout import Mesh
 from platform.train import gauges
-from platform.train.gauges import GpuQuery
+from platform.train.gauges import RunningGpuQuery
 from platform.train.health import BY_NAME, judge_workers
 from platform.train.measurements import (
     CONNECTIONS,
@@ -21,7 +21,7 @@ from platform.train.measurements import (
     MEASURES,
     QUICK,
     TOGETHER,
-    Bench,
+    WorkerBench,
     measure_worker,
     note_gpu_memory,
 )
@@ -85,7 +85,7 @@ def test_what_other_threads_of_the_worker_do_does_not_count(config, tmp_path):
             time.sleep(0.1)
 
     try:
-        assert Bench(config, tmp_path, "cpu", QUICK)._time_once(waits) < 0.3
+        assert WorkerBench(config, tmp_path, "cpu", QUICK)._time_once(waits) < 0.3
     finally:
         over.set()
         other.join()
@@ -145,7 +145,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
         command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if script else str(tmp_path))
     found = Findings()
-    query = GpuQuery()
+    query = RunningGpuQuery()
     query.add_answer(found)
     assert (found.readings, found.facts) == (readings, facts)
     if script:
@@ -180,7 +180,7 @@ def test_what_a_gpu_says_of_itself(config, monkeypatch):
     device = type("Device", (), {"name": "NVIDIA H100 80GB HBM3", "total_memory": 80 << 30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
-    bench = Bench(config, Path(config.run.dir), "cuda", QUICK)
+    bench = WorkerBench(config, Path(config.run.dir), "cuda", QUICK)
     note_gpu_memory(bench)
     assert bench.found == Findings({"free": 0.25}, {}, {"gpu": "NVIDIA H100 80GB HBM3", "gpu memory": "80 GiB"})
 

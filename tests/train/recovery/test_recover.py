@@ -15,8 +15,8 @@ from platform.plan.layout import Mesh
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.train import rank_parameters as weights
-from platform.train.state_recovery import Formation, Source, find_source
-from platform.train.training_state import State
+from platform.train.state_recovery import Formation, MemorySource, find_source
+from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
 from tests.harness.oracle import trainer_of
 from tests.harness.pairwise import cover, product
@@ -88,7 +88,7 @@ def numbers(trainer, step: int) -> tuple[float, float]:
 @cache
 def undisturbed(name: str) -> list[Undisturbed]:
     def work(trainer, communicator) -> Undisturbed:
-        state, found, after = State(trainer), [], []
+        state, found, after = RankTrainingState(trainer), [], []
         memories = {
             (nodes, shared): opened(state.held, domains(name, nodes), communicator, shared == "shared")
             for nodes in NODES
@@ -106,7 +106,7 @@ def undisturbed(name: str) -> list[Undisturbed]:
     return ranks(name, work)
 
 
-def source_of(case: dict[str, Any]) -> Source:
+def source_of(case: dict[str, Any]) -> MemorySource:
     """What they recover from. Members are numbered by old rank, fresh ones from 100."""
     before, size = undisturbed(case["old"]), SIZES[case["new"]]
     members = list(range(len(before)))
@@ -119,7 +119,7 @@ def source_of(case: dict[str, Any]) -> Source:
     return seated(source, list(range(100, 100 + size)), size)
 
 
-def gather(source: Source, memories: list[RankSnapshots]) -> None:
+def gather(source: MemorySource, memories: list[RankSnapshots]) -> None:
     """Survivors without a seat pass on what only they have."""
     _, handed = source.plan_handovers(memories[0].held)
 
@@ -142,7 +142,7 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
     survived = source.list_surviving_chains(kept[0].held)
 
     def work(trainer, communicator):
-        state = State(trainer)
+        state = RankTrainingState(trainer)
         memory = memories.get(communicator.rank)
         state.recover_state(survived, memory.open_node_snapshot(source.step) if memory else None)
         start, values = live_copies(state), state.read_values()

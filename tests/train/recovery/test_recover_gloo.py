@@ -8,8 +8,8 @@ import torch
 from platform.checkpoint.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.predict.make_plan import make_plan
-from platform.train.state_recovery import Formation, Source, find_source
-from platform.train.training_state import State
+from platform.train.state_recovery import Formation, MemorySource, find_source
+from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
 from tests.harness.oracle import trainer_of
 from tests.harness.seats import seated
@@ -23,7 +23,7 @@ def first(given: tuple[Config, list[str], bool], plan, communicator) -> tuple[li
     torch.set_num_threads(1)
     c, domains, shared = given
     trainer = trainer_of(c, plan, communicator)
-    state = State(trainer)
+    state = RankTrainingState(trainer)
     HELD["memory"] = memory = opened(state.held, domains, communicator, shared)
     numbers = []
     for step in (1, 2, 3):
@@ -35,14 +35,14 @@ def first(given: tuple[Config, list[str], bool], plan, communicator) -> tuple[li
     return numbers, memory.complete_steps, sum(len(parts) for parts in memory._sent.values())
 
 
-def second(given: tuple[Config, Source], plan, communicator) -> float:
+def second(given: tuple[Config, MemorySource], plan, communicator) -> float:
     torch.set_num_threads(1)
     c, source = given
     memory = HELD.pop("memory", None)
     trainer = trainer_of(c, plan, communicator)
     here = communicator.rank in source.new_rank_by_old.values()
     held = memory.held if memory and here else source.formed.build_memory_map()
-    State(trainer).recover_state(
+    RankTrainingState(trainer).recover_state(
         source.list_surviving_chains(held), memory.open_node_snapshot(2) if memory and here else None
     )
     return trainer.step(3).loss

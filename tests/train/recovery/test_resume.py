@@ -17,7 +17,7 @@ from platform.checkpoint.manifest import Meta
 from platform.config.fields import Config
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, SingleRank
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -63,7 +63,7 @@ class Part:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def copies(state: State) -> list[Block]:
+def copies(state: RankTrainingState) -> list[Block]:
     return [Block(name, box, tensor.clone()) for name, box, tensor in state.live_blocks()]
 
 
@@ -78,7 +78,7 @@ class Runs:
         if name not in self._made:
             c, directory, reports, shapes = config(name), choose_attempt_directory(self.storage, 1), [], {}
 
-            def work(state: State, part: Part, trainer) -> None:
+            def work(state: RankTrainingState, part: Part, trainer) -> None:
                 for step in (1, 2):
                     report = trainer.step(step)
                     part.numbers.append((report.loss, report.grad_norm))
@@ -100,7 +100,7 @@ class Runs:
         """`forget`: a kind of tensor that is lost on the way."""
         manifest = load_manifest(self.storage, directory)
 
-        def work(state: State, part: Part, trainer) -> None:
+        def work(state: RankTrainingState, part: Part, trainer) -> None:
             state.restore_checkpoint(self.storage, directory, manifest)
             part.restored, part.values = copies(state), state.read_values()
             for block in state.live_blocks():
@@ -122,7 +122,7 @@ def ranks(c: Config, work) -> list[Part]:
     def one(communicator: Communicator) -> Part:
         torch.set_num_threads(1)
         trainer, part = trainer_of(c, plan, communicator), Part()
-        work(State(trainer), part, trainer)
+        work(RankTrainingState(trainer), part, trainer)
         return part
 
     return [one(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, one)

@@ -12,7 +12,7 @@ from platform.predict.make_plan import make_plan
 from platform.train.faults import Fault
 from platform.train.replies import Damage, Differences, Dispute
 from platform.train.state_recovery import compare_replicas, compute_checksum
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
 from tests.harness.oracle import MODELS, configure, trainer_of
 from tests.harness.threads import run_threads
@@ -27,7 +27,7 @@ def steps(c: Config, flipped: int | None = None, hold: bool = True, spoil=None) 
     def work(communicator):
         torch.set_num_threads(1)
         trainer = trainer_of(c, plan, communicator)
-        state = State(trainer)
+        state = RankTrainingState(trainer)
         memory = opened(state.held, [""] * plan.mesh.world_size, communicator, divided=False)
         for step in range(1, FLIPPED + 1):
             before = memory.find_snapshot(step - 1) if step - 1 in memory.complete_steps else None

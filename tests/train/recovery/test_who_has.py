@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from platform.checkpoint.memory_recovery import list_lost_tensors
-from platform.train.state_recovery import Formation, Source, find_source
+from platform.train.state_recovery import Formation, MemorySource, find_source
 from tests.harness.oracle import configure
 from tests.harness.seats import seated
 
@@ -92,7 +92,7 @@ def test_few_seats_go_to_those_that_have_everything_or_the_others_pass_it_on(siz
 
 
 def test_survivors_keep_their_ranks_and_others_fill_the_holes():
-    source = Source(1, 2, generation(EIGHT, [10, 11, 12, 13]), kept=[0, 2, 3], gathered=[], survivors=[0, 2, 3])
+    source = MemorySource(1, 2, generation(EIGHT, [10, 11, 12, 13]), kept=[0, 2, 3], gathered=[], survivors=[0, 2, 3])
     four, three = seated(source, [20, 21], 4), seated(source, [], 3)
     assert (four.seats, four.new_rank_by_old) == ([10, 20, 12, 13], {0: 0, 2: 2, 3: 3})
     assert (three.seats, three.new_rank_by_old) == ([10, 13, 12], {0: 0, 2: 2, 3: 1})

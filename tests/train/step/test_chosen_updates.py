@@ -12,7 +12,7 @@ from platform.optimizer.optimizers import count_state_numbers
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.oracle import assemble, configure, trainer_of, validation_loss
 from tests.harness.threads import run_threads
 
@@ -58,7 +58,7 @@ def steps(c, freeze=(), ema=0.0):
             if step > 1:
                 trainer.step(step)
             own.append({n: w.detach().clone() for n, w in trainer.weights.master.items()})
-        state = State(trainer)
+        state = RankTrainingState(trainer)
         kept = sum(b.tensor.nbytes for b in state.live_blocks() if not b.name.startswith("model."))
         planned = weight_bytes(trainer.stage, count_state_numbers(c), communicator.coordinates)["optimizer"]
         averages = own[-1] | trainer.weights.averages

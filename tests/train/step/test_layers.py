@@ -10,8 +10,8 @@ import torch
 from platform.plan.chunks import layer_of_parameter
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.runtime.parallel_ops import Watched
-from platform.train.step_report import Combiner
+from platform.runtime.parallel_ops import ActivationWatch
+from platform.train.step_report import ReportCombiner
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
 
@@ -39,7 +39,7 @@ def report(recompute: str = "none", **how):
             return {}
 
         mine = trainer.step(1, verify=keep)
-        return Combiner(plan, communicator, 0.0, layers=1).combine_reports(mine), gradients
+        return ReportCombiner(plan, communicator, 0.0, layers=1).combine_reports(mine), gradients
 
     ranks = [on_rank(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, on_rank)
     return ranks[0]
@@ -66,7 +66,7 @@ def test_activations_are_root_mean_squares_of_the_sequences_alone(alone, monkeyp
         assert spec.dims[1] == "batch"
         seen[name].append(x[:, : self.sequences].detach())
 
-    monkeypatch.setattr(Watched, "add_squares", see)
+    monkeypatch.setattr(ActivationWatch, "add_squares", see)
     report()
     rms = {name: torch.cat(blocks, 1).square().mean().sqrt().item() for name, blocks in seen.items()}
     assert torch.cat(seen["layers.3"], 1).shape == (16, 7, 32)
@@ -96,6 +96,6 @@ def test_nothing_is_recorded_unless_it_is_asked_for():
     c.monitor.layers = 2
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-    combiner = Combiner(plan, trainer.communicator, 0.0, layers=2)
+    combiner = ReportCombiner(plan, trainer.communicator, 0.0, layers=2)
     kept = [bool(combiner.combine_reports(trainer.step(step)).layer_gradients) for step in (1, 2, 3)]
     assert kept == [False, True, False]

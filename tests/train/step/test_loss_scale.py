@@ -19,7 +19,7 @@ from platform.config.fields import Config, LossScaling
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.train.rank_parameters import LARGEST, LossScale
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
 from tests.harness.oracle import assemble, configure, run, serial, trainer_of
 from tests.harness.threads import run_threads
@@ -150,7 +150,7 @@ def saved(storage, c: Config, steps: int) -> str:
     """A checkpoint after so many steps of one process."""
 
     def work(trainer):
-        state = State(trainer)
+        state = RankTrainingState(trainer)
         for step in range(1, steps + 1):
             trainer.step(step)
         state.checkpoint_image.fill_parts(state.live_blocks())
@@ -177,7 +177,7 @@ def test_a_resumed_run_has_the_same_scale(tmp_path, steps):
         return [trainer.step(step) for step in range(1, steps + 3)][-1]
 
     def second(trainer):
-        State(trainer).restore_checkpoint(storage, directory, manifest)
+        RankTrainingState(trainer).restore_checkpoint(storage, directory, manifest)
         assert trainer.loss_scale == LossScale(at, good)
         return [trainer.step(step) for step in (steps + 1, steps + 2)][-1]
 
@@ -194,7 +194,7 @@ def test_between_precisions(tmp_path):
         manifest = load_manifest(storage, directory)
 
         def work(trainer):
-            State(trainer).restore_checkpoint(storage, directory, manifest)
+            RankTrainingState(trainer).restore_checkpoint(storage, directory, manifest)
             there = LossScale(4096.0, 1 if directory == second else 0)
             assert trainer.loss_scale == (there if c.precision == "fp16" else None)
             return trainer.step(2).loss
@@ -208,7 +208,7 @@ def test_between_precisions(tmp_path):
     manifest = load_manifest(storage, second)
     manifest.meta.values["loss_scale"] = {"scale": -1.0}
     with pytest.raises(Refused, match="the values of its loss scale: scale: -1.0 is not in"):
-        on_all_ranks(half, lambda trainer: State(trainer).restore_checkpoint(storage, second, manifest))
+        on_all_ranks(half, lambda trainer: RankTrainingState(trainer).restore_checkpoint(storage, second, manifest))
 
 
 def test_memory_keeps_the_scale():
@@ -216,12 +216,12 @@ def test_memory_keeps_the_scale():
     c = case("data", initial=2.0**40, backoff=2.0**-14)
 
     def work(trainer):
-        state, communicator = State(trainer), trainer.communicator
+        state, communicator = RankTrainingState(trainer), trainer.communicator
         memory = opened(state.held, ["a", "b"], communicator)
         trainer.step(1)
         take(memory, 1, state.live_blocks(), state.read_values(), communicator.transfer)
         fresh = trainer_of(c, trainer.plan, communicator)
-        State(fresh).recover_state(join_chains(state.held), memory.open_node_snapshot(1))
+        RankTrainingState(fresh).recover_state(join_chains(state.held), memory.open_node_snapshot(1))
         assert fresh.loss_scale == LossScale(2.0**26)
         return [(fresh.step(k).loss, trainer.step(k).loss) for k in (2, 3, 4)]
 

@@ -18,7 +18,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_are_those_of_one_process(layout, precision):
     """Bit for bit, in the precision of the master copies; tests/harness/oracle.py compares those of fp64 everywhere."""
-    from platform.train.rank_parameters import DTYPES, Weights
+    from platform.train.rank_parameters import DTYPES, RankWeights
     from tests.harness.threads import run_threads
 
     c = configure(*LAYOUTS[layout], precision=precision, **MODELS["llama"])
@@ -26,7 +26,7 @@ def test_initial_weights_are_those_of_one_process(layout, precision):
     low, high = DTYPES[precision]
 
     def blocks(communicator):
-        weights = Weights(plan, communicator, c.seed)
+        weights = RankWeights(plan, communicator, c.seed)
         assert {w.dtype for w in weights.master.values()} == {high}
         assert {w.dtype for w in weights.compute.values()} == {low}
         assert all(torch.equal(weights.compute[n], w.to(low)) for n, w in weights.master.items())

@@ -10,9 +10,9 @@ import torch
 from platform.predict.make_plan import make_plan
 from platform.predict.tier_traffic import Tiers, farthest_tiers
 from platform.runtime.communicator import Communicator
-from platform.train.rank_parameters import Bandwidths, compute_rank_ranges
+from platform.train.rank_parameters import CollectiveBandwidths, compute_rank_ranges
 from platform.train.replies import RankRange, StepReport
-from platform.train.step_report import Combiner
+from platform.train.step_report import ReportCombiner
 from platform.train.trainer import SECTIONS
 from tests.harness.oracle import configure
 from tests.harness.threads import run_threads
@@ -30,7 +30,7 @@ def test_a_spread_names_the_ranks_at_its_ends() -> None:
 
 def test_a_bandwidth_is_the_bytes_that_a_rank_sent_over_the_seconds_that_it_waited() -> None:
     keys, waits = ["all_gather/t", "all_reduce/data", "all_reduce/t", "send/stage"], ["data", "t"]
-    found = Bandwidths(PLAN.mesh, keys, waits, REACH)
+    found = CollectiveBandwidths(PLAN.mesh, keys, waits, REACH)
     assert PLAN.mesh.list_groups(["t"]) == [(0, 1), (2, 3)] and PLAN.mesh.list_groups(["data"]) == [(0, 2), (1, 3)]
     moved = torch.zeros(4, 4).double()
     moved[[0, 2], 0], moved[[0, 1], 1], moved[[0, 2], 2] = 600.0, 800.0, 200.0
@@ -56,7 +56,7 @@ def report(rank: int, gauges: dict[str, float]) -> StepReport:
     return replace(mine, gauges=gauges, waits={"t": 0.5}, comm_bytes={"all_reduce/t": 100} if rank % 2 == 0 else {})
 
 
-def counted(communicator: Communicator, combiner: Combiner, mine: StepReport) -> tuple[StepReport, int]:
+def counted(communicator: Communicator, combiner: ReportCombiner, mine: StepReport) -> tuple[StepReport, int]:
     """Combine reports, and count this rank's messages for it."""
     sent = []
     real, communicator.collect_numbers = (
@@ -71,7 +71,7 @@ def counted(communicator: Communicator, combiner: Combiner, mine: StepReport) ->
 
 def test_the_reports_of_a_step_carry_the_readings() -> None:
     def work(communicator: Communicator) -> list[tuple[StepReport, int]]:
-        combiner, rank = Combiner(PLAN, communicator, slow=0, reach=REACH), communicator.rank
+        combiner, rank = ReportCombiner(PLAN, communicator, slow=0, reach=REACH), communicator.rank
         first = {"cpu": 1.0 + rank} | ({"power": 50.0} if rank == 3 else {})
         return [
             counted(communicator, combiner, report(rank, gauges))

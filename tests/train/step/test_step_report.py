@@ -11,7 +11,7 @@ import pytest
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.train.replies import SlowRank, StepReport, Taken
-from platform.train.step_report import OWN_WORK, Combiner
+from platform.train.step_report import OWN_WORK, ReportCombiner
 from platform.train.trainer import SECTIONS
 from tests.harness.oracle import configure, trainer_of
 from tests.harness.threads import run_threads
@@ -29,7 +29,7 @@ CASES = {
 def steps(config, communicator):
     config.monitor.layers = 2
     plan = make_plan(config)
-    trainer, report = trainer_of(config, plan, communicator), Combiner(plan, communicator, slow=1.5, layers=2)
+    trainer, report = trainer_of(config, plan, communicator), ReportCombiner(plan, communicator, slow=1.5, layers=2)
     found = []
     for step in (1, 2):
         mine = trainer.step(step)
@@ -78,7 +78,7 @@ def test_a_slow_rank_is_named():
         seconds = dict.fromkeys(SECTIONS, 0.0)
         seconds["forward"] = {0: 1.0, 1: 2.0}[communicator.coordinates["stage"]] * (4 if communicator.rank == 2 else 1)
         seconds["exposed_comm"] = 100.0 * communicator.rank
-        return Combiner(plan, communicator, slow=1.5, layers=2).combine_reports(report(seconds))
+        return ReportCombiner(plan, communicator, slow=1.5, layers=2).combine_reports(report(seconds))
 
     assert run_threads(plan.mesh, work)[0].slow == [SlowRank(2, 4.0, "forward")]
     assert "exposed_comm" not in OWN_WORK
@@ -91,7 +91,7 @@ def test_the_parts_of_a_step_are_those_of_the_stage_that_computes_longest():
         seconds, stage = dict.fromkeys(SECTIONS, 0.0), communicator.coordinates["stage"]
         seconds |= {"forward": 1.0 + stage, "backward": 2.0, "exposed_comm": 0.5, "bubble": 3.0 - stage, "reduce": 0.25}
         mine = replace(report(seconds), waits={"t": float(communicator.rank), "moon": 9.0})
-        return Combiner(plan, communicator, slow=0).combine_reports(mine)
+        return ReportCombiner(plan, communicator, slow=0).combine_reports(mine)
 
     parts = run_threads(plan.mesh, work)[0].parts
     ranks = [rank for rank in range(plan.mesh.world_size) if plan.mesh.rank_coordinates(rank)["stage"] == 1]
@@ -104,7 +104,7 @@ def test_a_collective_that_was_not_planned_is_ours_to_mend():
     plan = make_plan(configure())
     with pytest.raises(AssertionError, match="not planned"):
         seconds = dict.fromkeys(SECTIONS, 0.0)
-        Combiner(plan, SingleRank(plan.mesh), 0).combine_reports(report(seconds, {"all_reduce/moon": 8}))
+        ReportCombiner(plan, SingleRank(plan.mesh), 0).combine_reports(report(seconds, {"all_reduce/moon": 8}))
 
 
 def on_gloo(config, plan, communicator):

@@ -6,7 +6,7 @@ import torch
 
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.train.training_state import State
+from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
 from tests.harness.oracle import configure, trainer_of
 
@@ -14,7 +14,7 @@ from tests.harness.oracle import configure, trainer_of
 def test_snapshots_follow_what_an_optimizer_puts_in_a_moment_s_place():
     plan = make_plan(c := configure(layers=1))
     trainer = trainer_of(c, plan, SingleRank(plan.mesh))
-    state = State(trainer)
+    state = RankTrainingState(trainer)
     memory = opened(state.held, [""], trainer.communicator)
     trainer.step(1)
     first = state.live_blocks()

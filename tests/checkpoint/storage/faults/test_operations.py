@@ -15,7 +15,7 @@ from platform.boundary import local_files as storage_module
 from platform.checkpoint import catalogue
 from platform.checkpoint.catalogue import find_newest_checkpoint, load_manifest, verify_checkpoint
 from platform.checkpoint.manifest import Manifest, Refused
-from platform.checkpoint.saver import Saver
+from platform.checkpoint.saver import CheckpointSaver
 from tests.doubles import faulty_os
 from tests.doubles.faulty_os import FaultyOs, Killed
 from tests.harness.small_storage import faulty, job, newest
@@ -124,7 +124,7 @@ def test_sigkill_at_every_operation_of_a_save(copies):
 
 
 def saver_events(storage, step: int, **kwargs) -> list[dict]:
-    saver = Saver(storage, pause=0, **kwargs)
+    saver = CheckpointSaver(storage, pause=0, **kwargs)
     job_ = job(step)
     saver.start_save(job_.shapes, meta(step), lambda directory: job_.write(storage, directory))
     assert saver.wait(30)
