@@ -118,6 +118,19 @@ class Contender:
         return self.num_split_axes, *ranks, *sizes, self
 
     @property
+    def common_name(self) -> str:
+        """Return what people call the plan, such as FSDP 32 x TP 2; "" if nothing is split."""
+        if self.scheme == "3d" and self.axes[2] == 1:
+            tensor = [("FSDP", self.axes[0]), ("TP", self.axes[1])]
+        elif self.scheme in ("1d", "1d_sp"):
+            tensor = [("TP", self.axes[0])]
+        else:
+            tensor = [(self.scheme.replace("_", " "), prod(self.axes))]
+        replicas = ("DP", "ZeRO-1", "ZeRO-2", "FSDP")[self.zero]
+        rest = ("PP", self.stages), ("CP", self.context), ("EP", self.experts), (replicas, self.data)
+        return " x ".join(f"{name} {ranks}" for name, ranks in (*tensor, *rest) if ranks > 1)
+
+    @property
     def num_split_axes(self) -> int:
         """Return how many mesh axes of a contender have more than one rank, by which ties are broken."""
         return sum(n > 1 for n in (*self.axes, self.stages, self.data, self.context, self.experts))

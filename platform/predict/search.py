@@ -536,9 +536,15 @@ def format_choice(standings: SearchOutcome) -> str:
     """Return the line with the choice of a search for the user."""
     best = standings.quickest_fitting_finalist
     assert best, "the search has chosen"
-    chosen = " ".join(standings.space.format_overrides(best.choice)), f"({format_seconds(best.price.seconds)} a step)"
+    typed = *standings.space.format_overrides(best.choice), *_name_in_parentheses(best.choice)
+    chosen = " ".join(typed), f"({format_seconds(best.price.seconds)} a step)"
     plans = f"{standings.judged:,} plans for {format_count(standings.workers, 'worker')}"
     return f"chosen of {plans}: {' '.join(chosen)}"
+
+
+def _name_in_parentheses(choice: Contender) -> list[str]:
+    """Return the one word or none that says what people call a choice."""
+    return [f"({choice.common_name})"] if choice.common_name else []
 
 
 def format_ranking(standings: SearchOutcome, top: int) -> Iterator[str]:
@@ -554,7 +560,7 @@ def format_ranking(standings: SearchOutcome, top: int) -> Iterator[str]:
         fits = finalist.fits_memory(standings.budget)
         number += fits
         reason = "" if finalist is best else f": {explain_loss(finalist, best, standings.budget)}"
-        typed = " ".join(standings.space.format_overrides(finalist.choice))
+        typed = " ".join([*standings.space.format_overrides(finalist.choice), *_name_in_parentheses(finalist.choice)])
         place, seconds = f"{number:>3}." if fits else "   -", format_seconds(finalist.price.seconds)
         yield f"{place}  {seconds:>9}  {finalist.peak_memory / 1e9:>5.3g} GB  {typed}{reason}"
 

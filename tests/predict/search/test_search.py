@@ -271,3 +271,19 @@ def test_a_job_is_written_for_the_chosen_plan(capsys):
     assert not write_job(["slurm", "+experiment=gpt_quick", *TINY[:-1], *given, "tensor=auto", "parallel.data=-1"])
     run = capsys.readouterr().out.partition("--run ")[2].partition("cluster=ray")[0]
     assert "auto" not in run and "parallel.data=8" in run and "tensor=serial" in run
+
+
+@pytest.mark.parametrize(
+    ("contender", "name"),
+    [
+        (Contender("serial", ()), ""),
+        (Contender("serial", (), data=64, zero=3), "FSDP 64"),
+        (Contender("3d", (64, 2, 1)), "FSDP 64 x TP 2"),
+        (Contender("3d", (2, 2, 2)), "3d 8"),
+        (Contender("1d_sp", (8,), "interleaved", 8, 4, data=8, zero=1), "TP 8 x PP 8 x ZeRO-1 8"),
+        (Contender("2d_gather", (4, 2), context=2, data=2), "2d gather 8 x CP 2 x DP 2"),
+        (Contender("serial", (), data=16, experts=8), "EP 8 x DP 16"),
+    ],
+)
+def test_a_plan_has_the_name_that_people_know(contender, name):
+    assert contender.common_name == name
