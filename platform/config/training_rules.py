@@ -299,7 +299,8 @@ def _violations_of_loss_scale(config: Config) -> Iterator[str]:
 
 def _violations_of_offload(config: Config) -> Iterator[str]:
     """Yield a refusal line if inputs of blocks are to be kept in host memory, but other activations are kept."""
-    if config.recompute_offload and config.recompute != "full":
+    is_open = not {"all", "recompute"}.isdisjoint(config.plan.search)
+    if config.recompute_offload and config.recompute != "full" and not is_open:
         constraint = f"recompute={config.recompute} keeps more than the inputs of blocks, recompute=full these alone"
         yield violation_of_key(config, "recompute_offload", constraint, [False])
 

@@ -102,7 +102,9 @@ class Contender:
         lambda space, x: x["microbatch"] <= space.config.train.global_batch // x["data"],
         lambda _, c: [n for n in _halve_and_double(c.microbatch) if 1 <= n <= MOST_SEQUENCES],
     )  # fmt: skip
-    recompute: str = choosable("none", "recompute", MODE, lambda *_: RECOMPUTE)
+    recompute: str = choosable(
+        "none", "recompute", MODE, lambda space, _: ("full",) if space.config.recompute_offload else RECOMPUTE
+    )
 
     @property
     def num_workers(self) -> int:

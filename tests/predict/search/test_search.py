@@ -287,3 +287,11 @@ def test_a_job_is_written_for_the_chosen_plan(capsys):
 )
 def test_a_plan_has_the_name_that_people_know(contender, name):
     assert contender.common_name == name
+
+
+def test_with_inputs_in_host_memory_all_else_is_recomputed():
+    """The key that a search leaves open is not refused for its default beside recompute_offload."""
+    config = composed(*TINY, "recompute_offload=true", "plan.search=[all]")
+    assert {f.choice.recompute for f in search_plans(config, 4, LARGE, read_hardware("h100")).tried} == {"full"}
+    with pytest.raises(ConfigError, match="recompute_offload"):
+        composed(*TINY, "recompute_offload=true", "plan.search=[parallel.data]")
