@@ -116,7 +116,9 @@ def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(
     assert statuses[0] == 75 and -signal.SIGKILL in statuses and statuses[-1] == 0, statuses
     assert not list(tmp_path.glob("run.job-*")) and stopped < last
     cost = run.cost()
-    assert cost.restarts == 3 and cost.failures <= 1  # the head took a worker along, at most
+    # the killed driver; the head took a worker along, and its driver was told to go; with the first node the cluster
+    # went, which its driver still wrote down or did not
+    assert cost.restarts >= 1 and 2 <= cost.restarts + cost.failures <= 3, cost
     assert alike(run.numbers(), tmp_path / "alone")
 
 
