@@ -34,7 +34,7 @@ def trial(crew: Crew, job: Job, numbers: list[int], generation: int, victim: int
     """Seconds of each phase; `numbers` is left with the survivors."""
     crew.hire_workers(1)
     began = time.perf_counter()
-    crew.seat_members(job, numbers)
+    crew.assign_ranks(job, numbers)
     size = job.world_size
     crew.call_ranks("form", ByRank(range(size)), size, job.config, crew.store, generation, [])
     formed = time.perf_counter() - began

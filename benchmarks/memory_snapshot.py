@@ -96,7 +96,7 @@ def main() -> None:
         plan = make_plan(c)
         state = list_state_tensors(plan, ["exp_avg", "exp_avg_sq"])
         held = MemoryMap(state, domains, not arguments.apart)
-        own = max(sum(part.nbytes for part in held.own_parts(rank)) for rank in range(RANKS)) / 1e6
+        own = max(sum(part.nbytes for part in held.parts_to_snapshot(rank)) for rank in range(RANKS)) / 1e6
         given = max(sum(c.nbytes for c in held.copies if c.receiver == rank) for rank in range(RANKS)) / 1e6
         ranks = pool.run(measure, (c, domains, arguments.steps, not arguments.apart), plan)
         slowest = [

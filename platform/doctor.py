@@ -133,7 +133,7 @@ def _find_disagreements(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[in
     """Return in which settings, files or versions workers differ from the driver, lines by member number."""
     from platform.cluster.control import examination
 
-    crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
+    crew.assign_ranks(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
     lines_by_rank = examination.compare_worker_environments(crew, job.config, job.run_dir)
     crew.release_members()
     return {numbers[rank]: lines for rank, lines in lines_by_rank.items()}

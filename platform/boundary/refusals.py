@@ -270,7 +270,7 @@ def guard_user_code(
 _guarded = threading.local()  # `process`: the one that the user's own code must not end, 0 for none
 
 
-def _end_unguarded(status: int) -> NoReturn:
+def _exit_unless_guarded(status: int) -> NoReturn:
     """End this process as os._exit does, in whose place it stands; raise SystemExit in the user's own code instead."""
     if getattr(_guarded, "process", 0) == os.getpid():  # a fork is that code's own; here nobody would say a word
         raise SystemExit(f"os._exit({status})")
@@ -281,7 +281,7 @@ def _end_unguarded(status: int) -> NoReturn:
 def refuse_process_end() -> Iterator[None]:
     """Raise SystemExit where the user's own code calls os._exit, in this process and thread, within the context."""
     before = getattr(_guarded, "process", 0)
-    _guarded.process, os._exit = os.getpid(), _end_unguarded
+    _guarded.process, os._exit = os.getpid(), _exit_unless_guarded
     try:
         yield
     finally:

@@ -203,7 +203,7 @@ class MemoryMap:
             for rank in chain.holders:
                 self._held[rank].append(chain)
 
-    def own_parts(self, rank: int) -> list[Share]:
+    def parts_to_snapshot(self, rank: int) -> list[Share]:
         """Return the parts of its own blocks of the training state that `rank` writes into its snapshot in memory."""
         parts: list[Share] = []
         for chain in self._held[rank]:
@@ -237,12 +237,14 @@ class Snapshot:
     `pinned`: `own` is in page-locked memory, for copies from a GPU.
     """
 
-    def __init__(self, memory: SharedMemory, at: int, own_parts: Parts, copied_parts: Parts, pinned: bool = False):
-        """Take the snapshot's place at byte `at` of the shared `memory`, for the rank's `own_parts` parts of the
-        training state and the `copied_parts` that it keeps for other ranks; `pinned`: page-locked memory for
-        `own_parts`."""
-        self._memory, self._at, self._size = memory, at, self.count_bytes(own_parts, copied_parts)
-        self._parts, self._pinned = (own_parts, copied_parts), pinned
+    def __init__(
+        self, memory: SharedMemory, at: int, parts_to_snapshot: Parts, copied_parts: Parts, pinned: bool = False
+    ):
+        """Take the snapshot's place at byte `at` of the shared `memory`, for the `parts_to_snapshot` of the rank's
+        training state and the `copied_parts` that it keeps for other ranks; `pinned`: page-locked memory for the
+        former."""
+        self._memory, self._at, self._size = memory, at, self.count_bytes(parts_to_snapshot, copied_parts)
+        self._parts, self._pinned = (parts_to_snapshot, copied_parts), pinned
         memory.extend_size(at + self._size)
         self._header = memory.map_bytes(at, HEADER)
         self._step = torch.frombuffer(self._header, dtype=torch.int64, count=2)  # 1 + the step, bytes of values
@@ -256,14 +258,14 @@ class Snapshot:
     @cached_property
     def copies_buffer(self) -> HostBuffer:
         """Return the buffer of the parts of other ranks' training state that the snapshot keeps copies of."""
-        own_parts, copied_parts = self._parts
-        start = self._at + HEADER + _count_page_bytes(own_parts)
+        parts_to_snapshot, copied_parts = self._parts
+        start = self._at + HEADER + _count_page_bytes(parts_to_snapshot)
         return HostBuffer(copied_parts, data=_map_tensor(self._memory, start, _count_page_bytes(copied_parts)))
 
     @staticmethod
-    def count_bytes(own_parts: Parts, copied_parts: Parts) -> int:
+    def count_bytes(parts_to_snapshot: Parts, copied_parts: Parts) -> int:
         """Return the bytes of shared memory that a snapshot of these parts of the training state takes."""
-        return HEADER + _count_page_bytes(own_parts) + _count_page_bytes(copied_parts)
+        return HEADER + _count_page_bytes(parts_to_snapshot) + _count_page_bytes(copied_parts)
 
     @property
     def step(self) -> int | None:
@@ -358,7 +360,7 @@ class RankSnapshots:
         of every rank that shares memory with this one, its own included; `pinned`: page-locked memory for its own
         parts."""
         self.held, self._rank, self._mates, self._pinned = held, rank, mates, pinned
-        self._own, (self._sent, self._kept) = held.own_parts(rank), map_exchanged_parts(held.copies, rank)
+        self._own, (self._sent, self._kept) = held.parts_to_snapshot(rank), map_exchanged_parts(held.copies, rank)
         self._outgoing: dict[int, list[tuple[int, list[Tensor]]]] = {}  # place -> (peer, the parts that it keeps)
         self._places: dict[int, Snapshot] = {}  # the snapshots at the two places in memory
         self._order: list[int] = []  # places, that written last at the end
@@ -418,10 +420,10 @@ class RankSnapshots:
         if mate == self._rank:
             yield from self._places.values()
             return
-        own_parts = self.held.own_parts(mate)
+        parts_to_snapshot = self.held.parts_to_snapshot(mate)
         copied_parts = _flatten_parts(map_exchanged_parts(self.held.copies, mate)[1])
-        for at in (0, Snapshot.count_bytes(own_parts, copied_parts)):
-            yield Snapshot(self._mates[mate], at, own_parts, copied_parts)
+        for at in (0, Snapshot.count_bytes(parts_to_snapshot, copied_parts)):
+            yield Snapshot(self._mates[mate], at, parts_to_snapshot, copied_parts)
 
     def exchange_handovers(
         self, handovers: Sequence[Copy], step: int, rank: int, transfer: Transfer, distrusted: Collection[int] = ()

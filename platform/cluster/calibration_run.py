@@ -66,7 +66,7 @@ def _measure_round(
     timings of each. Raises WorkerFailed."""
     numbers = sorted(crew.ready_members_by_number)
     seats = [numbers[rank] for rank in calibration_round.mesh_ranks]
-    crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
+    crew.assign_ranks(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
     method = Worker.measure_kernels if calibration_round.tier == "kernels" else Worker.measure_collectives
     ranks = ByRank(range(len(seats)))
     replies = crew.call_ranks(

@@ -56,7 +56,7 @@ def open_session(
         job = Job(config=config, coordinates=coordinates, device=places.device, run_dir=Path(logs),
                   secrets=known_secrets())  # fmt: skip
         with open_crew(resources.launcher_kind(config.cluster), job) as crew:
-            crew.seat_members(job, list(range(size)))
+            crew.assign_ranks(job, list(range(size)))
             stage_of = list(schedule.placement)
             seating = size, config, crew.store, 1, stage_of, plan_digest(plan)
             crew.call_ranks(Worker.join_mesh, ByRank(range(size)), *seating)

@@ -78,7 +78,7 @@ def register_own_function(key: str, name: str, settings: type | None, *functions
     if not (isinstance(settings, type) and is_dataclass(settings)):
         raise ConfigError(key, name, f"its settings are {describe_value(settings)}, where a dataclass is needed")
     for field, setting in _read_declared_settings(settings).items():
-        if not _is_plain_type(setting.hint):
+        if not _is_yaml_type(setting.hint):
             constraint = "no type of a setting: text, numbers, true or false, choices, lists and maps of texts are"
             raise ConfigError(f"{settings_key(key)}.{field}", setting.hint, constraint)
     OWN_SETTINGS[key, name] = settings
@@ -189,12 +189,12 @@ def _build_setting(f: Field[Any], hint: Any) -> Setting:
     return Setting(hint, legal, default)
 
 
-def _is_plain_type(hint: Any) -> bool:
+def _is_yaml_type(hint: Any) -> bool:
     """Return True if a setting of the user's code may have this type: one that YAML writes and our own keys have."""
     inner = get_args(hint)
     if get_origin(hint) in (list, Union, UnionType):
-        return all(map(_is_plain_type, inner))
-    return _is_plain_type(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in WORDS
+        return all(map(_is_yaml_type, inner))
+    return _is_yaml_type(inner[1]) and inner[0] is str if get_origin(hint) is dict else hint in WORDS
 
 
 def _convert_value(hint: Any, value: Any) -> Any:

@@ -64,7 +64,7 @@ def build_sequence_fragments(sequence: StepSequence, texts: TokenTexts, begin: i
     return lines | {"": [*_line_fragments([*form(tensors, begin)], texts)]}
 
 
-def _label_weights(tensors: Mapping[str, Any]) -> list[float | None]:
+def _loss_weights_by_place(tensors: Mapping[str, Any]) -> list[float | None]:
     """Return the weight in the loss of the label at each place of a sequence, None where none is predicted."""
     weights = tensors.get(LABEL_WEIGHTS, np.ones(len(tensors["labels"])))
     return [w if label >= 0 else None for label, w in zip(tensors["labels"].tolist(), weights.tolist(), strict=True)]
@@ -84,7 +84,7 @@ def _mark_document_borders(tensors: Mapping[str, Any], begin: int) -> list[bool]
 def _merge_following_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels are the tokens that follow: both are one text. A label that is not
     the next token, as at the end, stands between the two."""
-    labels, weights = tensors["labels"].tolist(), _label_weights(tensors)
+    labels, weights = tensors["labels"].tolist(), _loss_weights_by_place(tensors)
     borders = _mark_document_borders(tensors, begin)
     ends = begin if "source" not in tensors else PADDING
     next_label = PADDING
@@ -100,7 +100,7 @@ def _merge_following_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[
 def _merge_aligned_labels(tensors: Mapping[str, Any], begin: int) -> Iterator[_Token]:
     """Yield the tokens of a sequence whose labels belong in the places of the tokens that are read there."""
     ids = tensors["tokens"].tolist(), tensors["labels"].tolist()
-    values = (*ids, _label_weights(tensors), _mark_document_borders(tensors, begin))
+    values = (*ids, _loss_weights_by_place(tensors), _mark_document_borders(tensors, begin))
     rows = zip(*values, strict=True)
     for token, label, weight, begins in rows:
         if weight is None:

@@ -110,7 +110,7 @@ class SlurmOptions(JobOptions):
     )
 
 
-def split_job_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
+def split_and_check_job_options(kind: type[Options], arguments: Sequence[str]) -> tuple[Options, list[str], list[str]]:
     """Take the options of a job out of the arguments of a command; return them, the other arguments, and one refusal
     line per mistake in the options."""
     known: dict[str, Field[Any]] = {f"{PREFIX}{f.name}": f for f in fields(kind)}

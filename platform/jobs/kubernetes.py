@@ -14,7 +14,7 @@ from platform.boundary.refusals import format_violation, refuse_all
 from platform.config.groups import Monitor
 from platform.config.key import parse_job_limit
 from platform.jobs import planned_run
-from platform.jobs.job_options import KubernetesOptions, split_job_options
+from platform.jobs.job_options import KubernetesOptions, split_and_check_job_options
 from platform.jobs.planned_run import GIB, TEMPLATES, JobSize, PlannedRun, fill_template, fold_words, plan_job
 from platform.monitor.sinks.sink_process import secrets_of_sinks
 from platform.plan.layout import format_count
@@ -64,7 +64,7 @@ def render_kubernetes_claim(typed: Sequence[str], config_dir: str | None = None)
     """Write the claim that the arguments `typed`, which `render_kubernetes_job` takes, ask for with job.storage; return
     the name of its file, its text and its size, None if they ask for none. It is no part of the job's own file: what
     deletes a job must not delete its checkpoints."""
-    o, _, _ = split_job_options(KubernetesOptions, typed)
+    o, _, _ = split_and_check_job_options(KubernetesOptions, typed)
     if not o.storage:
         return None
     command = planned_run.quote_typed_words([*(["--config-dir", config_dir] if config_dir else []), *typed])

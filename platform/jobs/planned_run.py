@@ -19,7 +19,7 @@ from platform.config.composition import CONF, open_composer
 from platform.config.fields import KEYS, Config, flatten_config
 from platform.config.key import format_hms, parse_job_limit
 from platform.data.mixture import paths_by_key
-from platform.jobs.job_options import JobOptions, refuse_missing_options, split_job_options
+from platform.jobs.job_options import JobOptions, refuse_missing_options, split_and_check_job_options
 from platform.launch import compose_config
 from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.accelerators import nominal_memory
@@ -144,7 +144,7 @@ def plan_job(
     Raises ConfigError with one line per mistake.
     """
     register_url_secrets(list(typed))
-    options, words, lines = split_job_options(kind, typed)
+    options, words, lines = split_and_check_job_options(kind, typed)
     secret_keys = [word.partition("=")[0] for word in words if redact_secrets(word) != word]
     why, legal = "a secret, which the file would show: refer to it", ["${oc.env:NAME}"]
     lines += [format_violation(key, REDACTED, why, legal) for key in secret_keys]

@@ -109,7 +109,7 @@ class Contender:
     @property
     def num_workers(self) -> int:
         """Return the number of workers of a contender's mesh, without branch axes."""
-        return prod(self.axes) * prod(getattr(self, part) for part in list_worker_parts())
+        return prod(self.axes) * prod(getattr(self, part) for part in list_worker_count_factors())
 
     @property
     def tie_order(self) -> tuple:
@@ -146,7 +146,7 @@ def list_parts(*enters: str) -> list[str]:
     return [part for way in enters for part, row in CHOOSABLE.items() if row.enters == way]
 
 
-def list_worker_parts() -> list[str]:
+def list_worker_count_factors() -> list[str]:
     """Return the parts of a contender, beside its axes, that multiply its workers."""
     return [part for part in list_parts(AXIS, SIZE) if not CHOOSABLE[part].values]
 
@@ -199,7 +199,7 @@ class SearchSpace:
     @property
     def worker_sizes(self) -> dict[str, int]:
         """Return the numbers of ranks that multiply to the workers, beside axes of tensors and branches; 0 if open."""
-        return {part: self.read_set_size(part) for part in list_worker_parts()}
+        return {part: self.read_set_size(part) for part in list_worker_count_factors()}
 
     @property
     def has_fixed_workers(self) -> bool:

@@ -74,15 +74,15 @@ class _Reached(NamedTuple):
         row = tiers.row_between(sender, receiver)
         self.rows[row] += 1
         for link in range(1, row + 1):
-            self.links[link, tiers.domain_path(sender, link), "out"] += 1
-            self.links[link, tiers.domain_path(receiver, link), "in"] += 1
+            self.links[link, tiers.path_of_crossed_domain(sender, link), "out"] += 1
+            self.links[link, tiers.path_of_crossed_domain(receiver, link), "in"] += 1
 
     def add_all_pairs(self, tiers: Tiers, group: Sequence[int]) -> None:
         """Count all pairs of the ranks of a group, from how many of them each part of the cluster has."""
         beyond = len(group) * (len(group) - 1)  # pairs that go so far, or farther
         for link in range(1, len(tiers.row_labels)):
             farther = 0
-            for domain, domain_ranks in Counter(tiers.domain_path(rank, link) for rank in group).items():
+            for domain, domain_ranks in Counter(tiers.path_of_crossed_domain(rank, link) for rank in group).items():
                 farther += (pairs := domain_ranks * (len(group) - domain_ranks))
                 if pairs:
                     self.links[link, domain, "out"] += pairs
@@ -275,7 +275,7 @@ class Tiers:
                 return len(self.names) - depth
         return 0
 
-    def domain_path(self, rank: int, row: int) -> tuple[str, ...]:
+    def path_of_crossed_domain(self, rank: int, row: int) -> tuple[str, ...]:
         """Return the path of the part of the cluster (node, rack, ...) of `rank` whose link a message of `rows[row]`,
         row >= 1, leaves by: the node for 1, larger parts above."""
         return self.paths[rank][: len(self.names) - row + 1]

@@ -65,7 +65,7 @@ def _is_kept_moment(plan: Plan, moment: str, name: str) -> bool:
     return name not in {NOT_OF_MATRICES: plan.matrices, NOT_OF_FACTORED: plan.factored}.get(moment, ())
 
 
-def side_size(plan: Plan, side: str, name: str) -> int:
+def matrix_side_length(plan: Plan, side: str, name: str) -> int:
     """Return the number of rows or columns (`side`) of weight matrices: Adafactor keeps one number for each."""
     p = next(p for p in plan.parameters if p.name == name)
     return matrix_sides(plan, p)[SIDES.index(side)]
@@ -74,7 +74,7 @@ def side_size(plan: Plan, side: str, name: str) -> int:
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
     """Return Adafactor's row or column statistics (`side`) of a weight `h` as a tensor whole on all ranks of `h`."""
     name = h.name.removeprefix("model.")
-    whole_box = Box.whole_tensor((side_size(plan, side, name),))
+    whole_box = Box.whole_tensor((matrix_side_length(plan, side, name),))
     ranks = tuple(sorted({rank for holders in h.holders.values() for rank in holders}))
     return HeldTensor(f"{side}.{name}", h.dtype, whole_box.extent, {whole_box: ranks})
 
@@ -222,7 +222,7 @@ class RankTrainingState:
     def _zero_moment(self, name: str, w: Tensor, moment: str) -> Tensor:
         """Return a zero optimizer moment of the master weight `w`, in place of one that no update has made yet."""
         if moment in SIDES:
-            return w.new_zeros(side_size(self._plan, moment, name))
+            return w.new_zeros(matrix_side_length(self._plan, moment, name))
         return torch.zeros_like(w, requires_grad=False)
 
     def _optimizer_state(self, w: Tensor) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class FakeCrew(Crew):
         here, self._starting = self._starting[:count], self._starting[len(self._starting[:count]) :]
         self.workers |= {number: FakeWorker(self, number) for number in here}
 
-    def seat_members(self, job, numbers):
+    def assign_ranks(self, job, numbers):
         assert not self.seated and len(set(numbers)) == len(numbers) == job.world_size
         self.job, self.seated = job, [self.workers[n] for n in numbers]
 

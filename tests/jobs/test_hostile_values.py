@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from platform.jobs import kubernetes, slurm
-from platform.jobs.job_options import KubernetesOptions, SlurmOptions, split_job_options
+from platform.jobs.job_options import KubernetesOptions, SlurmOptions, split_and_check_job_options
 from platform.jobs.planned_run import plan_job
 from tests.jobs.test_kubernetes import CHECK, documents
 
@@ -51,8 +51,12 @@ def accepted(kind, text, left_out=("setup",)):
     values = {}
     for f in fields(kind):
         typed = f"job.{f.name}={LISTS.get(f.name, '{0}').format(text)}"
-        if f.name not in left_out and f.type in ("str", "list[str]") and not split_job_options(kind, [typed])[2]:
-            values[f.name] = getattr(split_job_options(kind, [typed])[0], f.name)
+        if (
+            f.name not in left_out
+            and f.type in ("str", "list[str]")
+            and not split_and_check_job_options(kind, [typed])[2]
+        ):
+            values[f.name] = getattr(split_and_check_job_options(kind, [typed])[0], f.name)
     return values
 
 

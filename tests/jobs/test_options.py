@@ -9,7 +9,13 @@ import pytest
 from platform.boundary.refusals import ConfigError
 from platform.config.key import format_hms, parse_job_limit
 from platform.jobs.__main__ import main
-from platform.jobs.job_options import JobOptions, KubernetesOptions, SlurmOptions, list_option_rows, split_job_options
+from platform.jobs.job_options import (
+    JobOptions,
+    KubernetesOptions,
+    SlurmOptions,
+    list_option_rows,
+    split_and_check_job_options,
+)
 from platform.jobs.kubernetes import render_kubernetes_job
 from platform.jobs.slurm import render_slurm_job
 
@@ -26,7 +32,7 @@ def refused(write, *arguments):
 
 def test_options_are_taken_out_of_the_arguments_of_a_run():
     given = ["job.retries=3", "train.steps=4", "+job.shared=true", "job.options=[--qos=a,--x]", "job.time=48:00:00"]
-    options, rest, lines = split_job_options(SlurmOptions, given)
+    options, rest, lines = split_and_check_job_options(SlurmOptions, given)
     assert (options.retries, options.shared, options.options, options.time) == (3, True, ["--qos=a", "--x"], "48:00:00")
     assert rest == ["train.steps=4"] and lines == []
 
@@ -45,7 +51,7 @@ def test_options_are_taken_out_of_the_arguments_of_a_run():
     ],
 )
 def test_a_mistake_is_one_line_with_the_nearest_legal_values(typed, line):
-    assert split_job_options(KubernetesOptions, [typed])[2] == [line]
+    assert split_and_check_job_options(KubernetesOptions, [typed])[2] == [line]
 
 
 def test_what_must_be_given_is_asked_for_in_a_line_each():
@@ -132,9 +138,9 @@ def test_a_supervisor_is_told_numbers(flag, value, capsys):
 )
 def test_a_time_limit_is_what_slurm_takes_it_for(limit, seconds):
     assert parse_job_limit(limit) == seconds and parse_job_limit(format_hms(seconds)) == seconds
-    assert not split_job_options(KubernetesOptions, [f"job.time={limit}"])[2]
+    assert not split_and_check_job_options(KubernetesOptions, [f"job.time={limit}"])[2]
 
 
 @pytest.mark.parametrize("limit", ["1:", ":1", "1.5", "-1", "1-", "1:2:3:4", "1-2:3:4:5", "1 0", "UNLIMITED", "1e3"])
 def test_and_what_slurm_does_not_take_is_refused(limit):
-    assert split_job_options(KubernetesOptions, [f"job.time={limit}"])[2]
+    assert split_and_check_job_options(KubernetesOptions, [f"job.time={limit}"])[2]

@@ -54,7 +54,7 @@ def examine_members(crew: Crew, job: Job, numbers: Sequence[int], *, thorough: b
     Raises WorkerFailed if one dies or hangs."""
     findings_by_member: dict[int, Findings] = {}
     for attempt in range(ATTEMPTS):
-        crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
+        crew.assign_ranks(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
         alone = _examine_alone(crew, numbers, thorough)
         crew.release_members()
         partners = PARTNERS if thorough or attempt else 1
@@ -95,7 +95,7 @@ def _examine_connections(
     findings_by_member: dict[int, dict[str, Findings]] = {number: {} for number in numbers}
     for number_of_round, (check, groups) in enumerate(groups_by_check(nodes, partners, job.device == "cuda")):
         seats = [numbers[rank] for group in groups for rank in group]
-        crew.seat_members(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
+        crew.assign_ranks(replace(job, coordinates=[{"data": i} for i in range(len(seats))]), seats)
         index = ByRank(i for group in groups for i in range(len(group)))
         sizes = ByRank(len(group) for group in groups for _ in group)
         names = ByRank(f"{number_of_round}/{i}" for i, group in enumerate(groups) for _ in group)

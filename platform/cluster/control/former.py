@@ -106,7 +106,7 @@ class GenerationFormer:
         if source and source.gathered:
             self._hand_over_snapshots(crew, source, number)
         job = replace(self._job, coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(size)])
-        crew.seat_members(job, seats)
+        crew.assign_ranks(job, seats)
         self._check_environments(crew, seats)
         stage_of = list(schedule.placement)
         seating = size, replanned.config, crew.store, number, stage_of, new_digest
@@ -176,7 +176,7 @@ class GenerationFormer:
         """Let survivors that hold state in memory but get no seat in the new mesh send it to the seated ones, in a
         temporary group of all holders. `number`: number of the next generation."""
         order = source.members_of_ranks(source.gathered)
-        crew.seat_members(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
+        crew.assign_ranks(replace(self._job, coordinates=[{"data": i} for i in range(len(order))]), order)
         crew.call_ranks(Worker.exchange_snapshots, source, ByRank(range(len(order))), crew.store, f"{number}/gather")
         crew.release_members()
 

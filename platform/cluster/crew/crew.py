@@ -1,4 +1,4 @@
-"""Interface of a crew, the workers of a run: `seat_members` gives members their ranks, `call_ranks` runs a method on
+"""Interface of a crew, the workers of a run: `assign_ranks` gives members their ranks, `call_ranks` runs a method on
 every rank. `Launcher` is the interface of a way to start a crew's worker processes."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Crew(AbstractContextManager["Crew"]):
     context manager: leaving it closes the crew, and no process remains. Must be used from one thread.
 
     Attributes:
-        store: host and port of this generation's TCPStore, for `Worker.join_mesh`; valid from `seat_members` to
+        store: host and port of this generation's TCPStore, for `Worker.join_mesh`; valid from `assign_ranks` to
             `release_members`.
         can_hire: True if `hire_workers` is supported.
         elastic: True if the other members can go on after one has failed.
@@ -68,7 +68,7 @@ class Crew(AbstractContextManager["Crew"]):
         """Return the numbers of the worker processes that were started and are not ready for calls yet."""
 
     @abstractmethod
-    def seat_members(self, job: Job, numbers: Sequence[int]) -> None:
+    def assign_ranks(self, job: Job, numbers: Sequence[int]) -> None:
         """Begin a generation of workers: give member numbers[i] rank i and open the generation's TCPStore; members not
         named are spares. `job` has the mesh coordinates of the ranks."""
 

@@ -57,7 +57,7 @@ class InlineCrew(Crew):
         """Return the empty set: the only worker, in this process, has been constructed."""
         return frozenset()
 
-    def seat_members(self, job: Job, numbers: Sequence[int]) -> None:
+    def assign_ranks(self, job: Job, numbers: Sequence[int]) -> None:
         """Give the only worker, in this process, rank 0, and open a TCPStore for its process groups."""
         assert job.world_size == 1 and list(numbers) == [0]
         self.job = job

@@ -222,8 +222,8 @@ class RemoteCrew(Crew):
         for number in numbers:
             self._roster.dispose_member(number)
 
-    def seat_members(self, job: Job, numbers: Sequence[int]) -> None:
-        """Give members their ranks as `Crew.seat_members` says, and open the TCPStore for their process groups."""
+    def assign_ranks(self, job: Job, numbers: Sequence[int]) -> None:
+        """Give members their ranks as `Crew.assign_ranks` says, and open the TCPStore for their process groups."""
         assert not self._ranks and len(set(numbers)) == len(numbers) == job.world_size
         self.job = self._roster.job = job
         self._ranks = {number: rank for rank, number in enumerate(numbers)}

@@ -43,7 +43,7 @@ def random_state(seed: int, domains: list[int]) -> list[HeldTensor]:
 def written(held: MemoryMap, rank: int) -> list:
     """What is in a rank's memory."""
     return [
-        *held.own_parts(rank),
+        *held.parts_to_snapshot(rank),
         *(part for copy in held.copies if copy.receiver == rank for part in copy.tensor_parts),
     ]
 
@@ -71,7 +71,7 @@ def test_any_one_domain_may_be_lost(seed, nodes, how):
     for copy in held.copies:
         assert domain[copy.sender] != domain[copy.receiver]
         assert copy.sender in copy.chain.holders and len({domain[rank] for rank in copy.chain.holders}) == 1
-        own = held.own_parts(copy.sender)  # and so it is in its memory to be sent
+        own = held.parts_to_snapshot(copy.sender)  # and so it is in its memory to be sent
         assert all(
             any(part.box.intersect_box(o.box) == part.box for o in own if o.tensor is part.tensor)
             for part in copy.tensor_parts
@@ -120,8 +120,8 @@ def test_ranks_that_share_memory_divide_what_they_hold_alike(seed, nodes):
     )
     per_rank = sum(box.num_elements * t.itemsize * len(ranks) for t in state for box, ranks in t.holders.items())
     ranks = range(len(nodes))
-    assert sum(part.nbytes for rank in ranks for part in shared.own_parts(rank)) == per_node
-    assert sum(part.nbytes for rank in ranks for part in apart.own_parts(rank)) == per_rank
+    assert sum(part.nbytes for rank in ranks for part in shared.parts_to_snapshot(rank)) == per_node
+    assert sum(part.nbytes for rank in ranks for part in apart.parts_to_snapshot(rank)) == per_rank
 
 
 def balanced(state: list[HeldTensor], nodes: list[int], row: int, shared: bool) -> None:

@@ -22,7 +22,7 @@ SEEN_ELSEWHERE = [
 
 
 def formed(crew, job, numbers=None, generation=1):
-    crew.seat_members(job, sorted(crew.ready_members_by_number)[: job.world_size] if numbers is None else numbers)
+    crew.assign_ranks(job, sorted(crew.ready_members_by_number)[: job.world_size] if numbers is None else numbers)
     size = job.world_size
     return crew.call_ranks("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
 
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     job = Job(Config(), [{"data": 0}, {"data": 1}], "cpu", Path("."), "tests.doubles.fake_worker:FakeWorker")
     with open_crew(KIND, job) as crew:
         print(*(member.pid for member in crew.ready_members_by_number.values()), flush=True)
-        crew.seat_members(job, [0, 1])
+        crew.assign_ranks(job, [0, 1])
         crew.call_ranks("form", ByRank([0, 1]), 2, job.config, crew.store, 1, [0])
         crew.call_ranks("fail", None if input() else 0)  # all hang
 """
@@ -149,7 +149,7 @@ def test_inline_is_this_process(job):
 def test_cpu_threads_are_shared(job, config):
     config.cluster.threads = 7
     with open_crew("inline", job(1)) as crew:
-        crew.seat_members(job(1), [0])
+        crew.assign_ranks(job(1), [0])
         assert crew.call_ranks("place")[0]["threads"] == 7
 
 

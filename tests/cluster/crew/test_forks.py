@@ -89,7 +89,7 @@ class Late(FakeWorker):
     monkeypatch.setenv("SET_LATE", "ä")
     monkeypatch.syspath_prepend(tmp_path)
     with open_crew("processes", late := job(1, "written_late:Late")) as crew:
-        crew.seat_members(late, [0])
+        crew.assign_ranks(late, [0])
         assert crew.call_ranks("place") == ["ä"]
 
 

@@ -16,7 +16,7 @@ KINDS = ["processes", pytest.param("local", marks=[pytest.mark.ray, pytest.mark.
 
 
 def form(crew, job, numbers, generation):
-    crew.seat_members(job, numbers)
+    crew.assign_ranks(job, numbers)
     size = job.world_size
     return crew.call_ranks("form", ByRank(range(size)), size, job.config, crew.store, generation, [0])
 
@@ -93,7 +93,7 @@ def test_what_is_nobodys_fault_and_what_happens_beside_a_call(job):
         assert (failure.member.number, failure.kind, failure.rank) == (3, "died", None)
         assert crew.release_members() == []  # without need: all remain
 
-        crew.seat_members(job(2), [1, 0])
+        crew.assign_ranks(job(2), [1, 0])
         os.kill(crew.ready_members_by_number[1].pid, signal.SIGSTOP)  # while the others wait for it in the store
         with pytest.raises(WorkerFailed) as caught:
             crew.call_ranks("form", ByRank(range(2)), 2, job(2).config, crew.store, 3, [0], within=2.0)

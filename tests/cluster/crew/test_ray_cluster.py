@@ -41,7 +41,7 @@ def test_a_crew_in_a_cluster_that_is_already_there(two_machines, job, monkeypatc
     assert resources.count_available_workers(Cluster(kind="ray")) == 4
     assert resources.await_worker_places(Cluster(kind="ray"), 4, said.append).device == "cpu"
     with open_crew("ray", job(4)) as crew:
-        crew.seat_members(job(4), sorted(crew.ready_members_by_number))
+        crew.assign_ranks(job(4), sorted(crew.ready_members_by_number))
         crew.call_ranks("form", ByRank(range(4)), 4, job(4).config, crew.store, 1, [0])
         places = crew.call_ranks("place")
         workers = {place["pid"] for place in places}

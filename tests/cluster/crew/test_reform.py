@@ -54,7 +54,7 @@ def test_the_same_processes_train_under_another_plan(tmp_path):
         c.run.dir, c.data.kind = str(tmp_path), "synthetic"
         plan, schedule = make_plan(c), build_schedule(c, len(members))
         coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
-        crew.seat_members(Job(c, coordinates, "cpu", tmp_path), members)
+        crew.assign_ranks(Job(c, coordinates, "cpu", tmp_path), members)
         size, ranks = len(members), ByRank(range(len(members)))
         formed = crew.call_ranks("form", ranks, size, c, crew.store, number, list(schedule.placement))
         assert [worker.pid for worker in formed] == [crew.ready_members_by_number[member].pid for member in members]

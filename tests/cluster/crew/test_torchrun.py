@@ -60,7 +60,7 @@ def test_the_key_is_for_this_user_alone_and_gone_once_all_are_there(store, job, 
     monkeypatch.setattr(torchrun, "_write_secret_key", look)
     with open_crew("torchrun", job(1)) as crew:
         assert seen == [(0o600, True)] and not (job(1).run_dir / "torchrun.key").exists()
-        crew.seat_members(job(1), [0])
+        crew.assign_ranks(job(1), [0])
         assert crew.call_ranks("form", ByRank(range(1)), 1, job(1).config, crew.store, 1, [0])[0].rank == 0
 
 

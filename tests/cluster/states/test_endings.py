@@ -248,7 +248,7 @@ def test_workers_on_a_full_disk(job, tmp_path):
             "processes", replace(job(2, "tests.doubles.fake_worker:Prints"), run_dir=disk.path / "run")
         ) as crew:
             assert sorted(crew.ready_members_by_number) == [0, 1]
-            crew.seat_members(crew.job, [0, 1])
+            crew.assign_ranks(crew.job, [0, 1])
             crew.call_ranks("form", 0, 1, {}, crew.store, 1, [])
             assert crew.call_ranks("speak") == ["spoken"] * 2
 

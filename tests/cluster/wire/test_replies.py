@@ -55,7 +55,7 @@ class Threads(Launcher):
 
 def test_a_wrong_answer_is_the_end_of_who_gives_it(job):
     with RemoteCrew(Threads(), job(2, "tests.cluster.wire.test_replies:Garbled"), 1) as crew:
-        crew.seat_members(job(2), [0, 1])
+        crew.assign_ranks(job(2), [0, 1])
         assert crew.call_ranks("step", None, 7)[0] == report(1, 2)
         with pytest.raises(WorkerFailed, match="died in step.*: what it answers is no answer") as caught:
             crew.call_ranks("step", "x", 1)
