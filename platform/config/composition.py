@@ -41,14 +41,14 @@ TOO_DEEP = f"it is nested deeper than {DEEPEST}, or holds itself"
 
 
 def register_own_files() -> str:
-    """Register `OwnFiles` with Hydra, a source that reads a user's YAML files (`own://` paths) within bounds; return
-    the scheme "own"."""
+    """Register `UserYamlSource` with Hydra, a source that reads a user's YAML files (`own://` paths) within bounds;
+    return the scheme "own"."""
     from hydra._internal.core_plugins.file_config_source import FileConfigSource
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.plugins.config_source import ConfigLoadError, ConfigResult
     from omegaconf import OmegaConf
 
-    class OwnFiles(FileConfigSource):
+    class UserYamlSource(FileConfigSource):
         """Reads the YAML files of `own://` paths, after a check of each."""
 
         @staticmethod
@@ -70,7 +70,7 @@ def register_own_files() -> str:
             )
             return loaded
 
-    SourcesRegistry.instance().register(OwnFiles)
+    SourcesRegistry.instance().register(UserYamlSource)
     return SCHEME
 
 

@@ -112,7 +112,7 @@ def complete_user_settings(config: Config, typed: Mapping[str, Any]) -> None:
         values.update({n: _convert_value(known[n].hint, v) if n in known else v for n, v in complete_values.items()})
 
 
-def violations_of_own_settings(config: Config) -> Iterator[str]:
+def violations_of_user_code_settings(config: Config) -> Iterator[str]:
     """Yield a refusal line per mistake in the settings of the user's own code: unknown, of another type, out of bounds,
     not given, or refused by the dataclass itself."""
     for chosen_settings in _find_chosen_settings(config):

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from platform.config import layout_rules, run_rules, training_rules
-from platform.config.extensions import violations_of_own_settings
+from platform.config.extensions import violations_of_user_code_settings
 from platform.config.fields import Config, violations_of_types, violations_of_values
 from platform.config.identity import violations_of_allowances
 
@@ -32,7 +32,7 @@ def violations_of_configuration(config: Config) -> list[str]:
     if violations_of_types(config):
         return lines
     related = _violations_of_rules(_SoundConfig(config, violations_by_key))
-    return [*lines, *related, *violations_of_allowances(config), *violations_of_own_settings(config)]
+    return [*lines, *related, *violations_of_allowances(config), *violations_of_user_code_settings(config)]
 
 
 class _WrongByItself(Exception):

@@ -110,7 +110,7 @@ class Scheme:
         """Return the layout that the scheme gives to a parameter with dims `dims` and this `role`."""
         if role in STATES:
             return Layout.build_canonical({})
-        name = _name_role_of_experts(role) if "experts" in dims and role != "vector" else role
+        name = _name_parameter_role_of_experts(role) if "experts" in dims and role != "vector" else role
         return Layout.build_canonical(self.parameters[name].restrict_dims(dims), self.parameters_only)
 
     @property
@@ -121,7 +121,7 @@ class Scheme:
         return tuple(a for a in self.branches if a in only_axes)
 
 
-def _name_role_of_experts(role: str) -> str:
+def _name_parameter_role_of_experts(role: str) -> str:
     """Return the name under which a scheme has the layout of experts' parameters of a role."""
     return f"experts {role}"
 
@@ -181,7 +181,7 @@ def _role_rules(tensor: Mapping[str, Any], branch: Mapping[str, Any], whole: Seq
     """Return by role the map from dims of parameters to mesh axes; `whole`: axes that divide whole experts."""
     rules_by_role = {r: tensor["parameters"].get(r, tensor["parameters"].get("all", {})) for r in ROLES}
     roles = {r: _add_branch_axes(branch, "parameters", rules) for r, rules in rules_by_role.items()}
-    return {**roles, **{_name_role_of_experts(r): _add_expert_axes(roles[r], whole) for r in ("in", "out")}}
+    return {**roles, **{_name_parameter_role_of_experts(r): _add_expert_axes(roles[r], whole) for r in ("in", "out")}}
 
 
 def _add_context_axes(contexts: Mapping[str, int], name: str, rules: Mapping[str, list[str]]) -> dict[str, list[str]]:

@@ -437,11 +437,11 @@ class MeteredSums(LeafGradients):
         if name not in self._plan.multi_use_parameters:  # of which several parts come
             self._came[n].add(name)
         if len(self._came[n]) == len(self._buckets[n].parameters):
-            self._flush_bucket(n)
+            self._add_bucket_to_sums(n)
             if self._early and self._buckets[n].zero >= 2:
                 self._reduce_bucket(n)
 
-    def _flush_bucket(self, number: int) -> None:
+    def _add_bucket_to_sums(self, number: int) -> None:
         """Count the addition of the gradients of bucket number `number` to its sums, after which they are freed."""
         if self._taken.get(number):
             self._allocate_addition_buffer(number)
@@ -470,7 +470,7 @@ class MeteredSums(LeafGradients):
     def flush_all(self) -> None:
         """Count the bytes of adding every gradient that is not yet in its bucket's sums to these."""
         for n in self._buckets:
-            self._flush_bucket(n)
+            self._add_bucket_to_sums(n)
 
     def end_pass(self) -> None:
         """End a metered backward pass: count its last gradients' sums and (ZeRO-2 and 3) their reductions."""

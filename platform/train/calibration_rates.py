@@ -81,7 +81,7 @@ def measure_kernel_rates(communicator: Communicator, config: Config, tiny: bool)
     device, sizes = communicator.device, choose_extents(communicator.device.type, tiny)
     timer = _Timer(device, sizes.seconds)
     timings: list[Timing] = []
-    for measure in (_time_square_products, _time_shaped_products, _time_copy, _time_attention, _time_steps):
+    for measure in (_time_square_products, _time_products_of_fixed_shapes, _time_copy, _time_attention, _time_steps):
         communicator.barrier()
         timings += measure(timer, sizes, config)
     if device.type == "cuda":
@@ -217,7 +217,7 @@ def _time_square_products(timer: _Timer, sizes: Extents, config: Config) -> Iter
         yield Timing(f"peak {precision}", [2.0 * n**3], timer(partial(torch.matmul, a, a)))
 
 
-def _time_shaped_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
+def _time_products_of_fixed_shapes(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield products of all SHAPES, each with the products of both gradients."""
     dtype = DTYPES[config.precision][0]
     for shape in SHAPES:

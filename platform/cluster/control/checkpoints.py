@@ -246,14 +246,14 @@ class Checkpoints:
         no state is whole in memory: this driver's own newest if it has made one, else what checkpoint.resume means. If
         the run never had a checkpoint, it starts over. Raise ConfigError, OSError."""
         self._poll_saver()
-        newest = self._find_own_newest()
+        newest = self._find_newest_of_this_driver()
         self._origin = newest or find_resume_checkpoint(
             self._config, holds_lease=self._leased, may_start_over=not self.step
         )
         self.step = self._origin.step if self._origin else 0
         self.check_corpus(self._corpus)
 
-    def _find_own_newest(self) -> Selection | None:
+    def _find_newest_of_this_driver(self) -> Selection | None:
         """Return the newest checkpoint in the storage that this run saves to, if this driver made it and
         checkpoint.resume names a checkpoint elsewhere or is `never`, so that others found there may belong to another
         run; else None."""

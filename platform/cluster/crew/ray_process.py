@@ -96,7 +96,7 @@ class RayProcess:
                 stderr=self._errors, start_new_session=True,  # Ctrl-C is for the driver
             )  # fmt: skip
         self._line, self._orders = Connection(ours.detach()), SimpleQueue[Any]()
-        for run in (self._send_orders, self._hear_news):
+        for run in (self._send_orders, self._receive_messages_until_end):
             threading.Thread(target=run, name="ray", daemon=True).start()
 
     def order(self, name: str, *args: Any) -> Future[Any]:
@@ -148,7 +148,7 @@ class RayProcess:
             while order := self._orders.get():
                 self._line.send(order)
 
-    def _hear_news(self) -> None:
+    def _receive_messages_until_end(self) -> None:
         """Note what the process says until it ends, which is the end of Ray for this run unless it was asked to."""
         try:
             while True:
@@ -163,7 +163,9 @@ class RayProcess:
             self._process.kill()
             status = self._process.wait()
             if not self._closed.is_set():
-                self._mark_lost(f"the process that speaks to Ray has ended (status {status}{self._last_error_line()})")
+                self._mark_lost(
+                    f"the process that speaks to Ray has ended (status {status}{self._fatal_line_of_ray()})"
+                )
 
     def _note_message(self, word: str, *values: Any) -> None:
         """Note one message of the process: an answer, the leaving nodes, or an actor's end."""
@@ -177,7 +179,7 @@ class RayProcess:
             case "ended", (number, text):
                 self.exits[number] = text
 
-    def _last_error_line(self) -> str:
+    def _fatal_line_of_ray(self) -> str:
         """Return the line in which Ray's C++ code said why it ended the process, with a colon; "" if there is none."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").splitlines()

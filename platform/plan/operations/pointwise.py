@@ -108,7 +108,7 @@ class PointwiseOp(Op):
         return ops.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
 
 
-class PointwiseEachOp(BlockOp):
+class PointwiseBySliceOp(BlockOp):
     """Pointwise function `functions[i]` of slice i of x along `dim`, such as one per expert or branch."""
 
     def record_operation(self, ops, functions, x, spec, dim):

@@ -19,7 +19,7 @@ from platform.plan.operations.pointwise import (
     JitterOp,
     MlpOp,
     NormOp,
-    PointwiseEachOp,
+    PointwiseBySliceOp,
     PointwiseOp,
     ResidualNormOp,
     ResidualOp,
@@ -55,7 +55,7 @@ class Ops:
     reshape, concatenate = ReshapeOp(), ConcatenateOp()
     reduce, expand_kv = ReduceOp(), ExpandKvOp()
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
-    pointwise, pointwise_each, scale = PointwiseOp(), PointwiseEachOp(), ScaleOp()
+    pointwise, pointwise_each, scale = PointwiseOp(), PointwiseBySliceOp(), ScaleOp()
     dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
     jitter, mlp = JitterOp(), MlpOp()
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()
