@@ -51,10 +51,10 @@ class Command:
 
 def _typed_launcher() -> str:
     """Return the beginning of a run's command line: torchrun's, if it has started all workers on this machine."""
-    processes, own = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not own or processes != own:
+    processes, on_this_machine = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not on_this_machine or processes != on_this_machine:
         return typed_command("launch")
-    return f"torchrun --nproc-per-node {own} {typed_command('launch').removeprefix('python ')}"
+    return f"torchrun --nproc-per-node {on_this_machine} {typed_command('launch').removeprefix('python ')}"
 
 
 def replace_overrides(arguments: Sequence[str], replacements: Sequence[str]) -> list[str]:

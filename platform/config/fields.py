@@ -361,3 +361,13 @@ def _satisfies_bound(number: float, comparison: str, limit: str) -> bool:
     """Return True if a configured `number` COMPARISON `limit` holds, such as >= "0" or < "inf"; never for NaN."""
     compare: Callable[[float, float], bool] = {">=": ge, ">": gt, "<=": le, "<": lt}[comparison]
     return compare(number, inf if limit == "inf" else float(limit))  # every comparison with NaN is False
+
+
+ALL = "all"  # in plan.search: every key that the planner can choose
+
+
+def is_open_key(config: Config, key: str) -> bool:
+    """Return True if a key, or the size `tensor.axes.NAME` of an axis, is left to the planner."""
+    named = config.plan.search
+    group = key.rpartition(".")[0]
+    return ALL in named or key in named or group == "tensor.axes" and bool({"tensor", group} & {*named})

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from platform.boundary.refusals import ConfigError, closest_values, format_violation, refuse_all
-from platform.config.fields import KEYS, Branch, Config, Tensor, set_value
+from platform.config.fields import ALL, KEYS, Branch, Config, Tensor, set_value
 from platform.config.groups import AUTO as MESH_RULES_AUTO
 from platform.config.groups import Rules
 from platform.config.key import WORKERS, violation_of_key
@@ -188,17 +188,10 @@ class _Strict(yaml.SafeLoader):
 # Keys that the planner chooses, where a configuration has `auto` or -1: they are noted in `plan.search`, and have
 # legal values until a plan is chosen.
 
-AUTO, ALL = "auto", "all"
+AUTO = "auto"
 # in the order of `plan.search`; tensor and pipeline stand for what their schemes and schedules bring
 _LEFT_OPEN = sorted((key for key in KEYS if KEYS[key].left_open), key=lambda key: KEYS[key].left_open)
 OPEN_KEYS = [key.removesuffix(".scheme").removesuffix(".kind") for key in _LEFT_OPEN]
-
-
-def is_open_key(config: Config, key: str) -> bool:
-    """Return True if the planner chooses a key of OPEN_KEYS, or the size `tensor.axes.NAME` of an axis."""
-    named = config.plan.search
-    group = key.rpartition(".")[0]
-    return ALL in named or key in named or group == "tensor.axes" and bool({"tensor", group} & {*named})
 
 
 def mark_open_keys(config: Config, typed: Collection[str] = ()) -> None:

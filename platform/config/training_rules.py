@@ -8,7 +8,15 @@ from typing import Any
 
 from platform.boundary.refusals import closest_values, format_violation
 from platform.boundary.schema import fits_type
-from platform.config.fields import OBJECTIVES, Config, Data, Model, training_loss_name, training_objective_name
+from platform.config.fields import (
+    OBJECTIVES,
+    Config,
+    Data,
+    Model,
+    is_open_key,
+    training_loss_name,
+    training_objective_name,
+)
 from platform.config.key import violation_of_key
 from platform.config.ramps import parse_length_ramp
 from platform.plan.layout import find_divisors, format_count
@@ -299,8 +307,7 @@ def _violations_of_loss_scale(config: Config) -> Iterator[str]:
 
 def _violations_of_offload(config: Config) -> Iterator[str]:
     """Yield a refusal line if inputs of blocks are to be kept in host memory, but other activations are kept."""
-    is_open = not {"all", "recompute"}.isdisjoint(config.plan.search)
-    if config.recompute_offload and config.recompute != "full" and not is_open:
+    if config.recompute_offload and config.recompute != "full" and not is_open_key(config, "recompute"):
         constraint = f"recompute={config.recompute} keeps more than the inputs of blocks, recompute=full these alone"
         yield violation_of_key(config, "recompute_offload", constraint, [False])
 

@@ -52,7 +52,7 @@ from platform.predict.plan_screen import closing_blocks, explain_config, find_fi
 from platform.predict.step_price import choose_pricing_hardware, draw_step, read_chosen_hardware, read_hardware
 from platform.predict.tier_traffic import Tiers
 
-MOST_TOKENS = 10**18  # of a run: a million times those of any
+MOST_TOKENS = 10**18  # of a run: a million times any run's
 LEAST_MEMORY = 0.0001  # GB
 MOST = 64 << 20  # bytes of a file for --diff: of thousands of ranks, groups are long lists
 

@@ -25,7 +25,7 @@ ITEMSIZE = {
     "fp16": {"compute": 2, "accumulate": 4, "master": 4},
 }
 
-SCORED = ("scores", "context")  # what follows an attention's name in those of its two products, without a fused kernel
+SCORED = ("scores", "context")  # what follows an attention's name in its two products' names, without a fused kernel
 
 
 @dataclass(frozen=True)

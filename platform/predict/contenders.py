@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from platform.config.composition import CONF
-from platform.config.fields import Config, Tensor, set_value
-from platform.config.layout_rules import is_open_key, list_tensor_axes
+from platform.config.fields import Config, Tensor, is_open_key, set_value
+from platform.config.layout_rules import list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.scheme import TENSOR_EXPERTS, axes_of_experts

@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
-from platform.config.fields import Config
-from platform.config.layout_rules import ALL
+from platform.config.fields import ALL, Config
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
 from platform.optimizer.optimizers import count_state_numbers
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_divisors, find_factorizations, format_count
-from platform.plan.plan import ITEMSIZE, Plan
+from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_seconds
 from platform.plan.step_collectives import resolve_auto_kernels
@@ -38,7 +37,7 @@ from platform.predict.estimate import (
     Sketch,
     sketch_model,
 )
-from platform.predict.footprint import Passes, measure_passes
+from platform.predict.footprint import Passes, measure_passes, state_elements
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, device_kind
@@ -46,8 +45,8 @@ from platform.predict.meter import MemoryMeter
 from platform.predict.price import StepPrice
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, read_bucket_size, step_price
 
-# A mode's contenders are kept by bands of memory: the few quickest of those that all quicker ones need more than. So
-# whatever factor the estimates of a mode are wrong by, the best of those that fit is among them.
+# A mode's contenders are kept by bands of memory: a contender stays if all quicker ones but a few need more. So
+# whatever factor the estimates of a mode are wrong by, its best contender that fits is kept.
 NEAR, BAND, IN_BAND = 2.0, 1.1, 4
 THINNEST = 1 / 16  # of the memory that there is: less makes no difference
 MOST, LEAST, LAYERS = 16, 8, 1000  # finalists that are planned though none can win: of so many layers together
@@ -55,8 +54,8 @@ PATIENCE = 3  # times as many are planned at most without a better one that fits
 TRUST = 2.0  # times the estimate of one that takes half of the memory: slower ones are dropped
 LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
 ERRORS = 0.9, 0.8  # price by estimate of seconds, and of memory, that a mode of which none was planned may have
-WITHIN = 0.97, 0.9  # how far such quotients go below the least that was seen of the mode,
-AKIN = 0.95  # and those of seconds in a mode of which none was planned below the least of its family
+WITHIN = 0.97, 0.9  # how far such quotients go below the least that was seen of the mode
+AKIN = 0.95  # how far the quotient of seconds of a mode of which none was planned goes below the least of its family
 
 MOST_SKETCHES = 500
 _SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds the start's sketches
@@ -130,6 +129,14 @@ class SearchOutcome:
     budget: float
 
     @cached_property
+    def least_state_bytes(self) -> int:
+        """Return the bytes that parameters and optimizer state take under any plan, of all workers together: each
+        number once."""
+        plan = self.tried[0].plan
+        parameters = sum(prod(plan.global_shape(p)) for p in plan.parameters)
+        return (parameters + state_elements(plan, count_state_numbers(self.space.config))) * plan.itemsize["master"]
+
+    @cached_property
     def quickest_fitting_finalist(self) -> Finalist | None:
         """Return the first finalist that fits; those behind it are not measured."""
         return next((f for f in self.tried if f.fits_memory(self.budget)), None)
@@ -146,14 +153,13 @@ class SearchOutcome:
 
 
 def search_plans(config: Config, workers: int, memory: float, hardware: Hardware) -> SearchOutcome:
-    """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes: as
-    many workers as any plan that fits takes, and of their plans the quickest on a `hardware`."""
+    """Search all plans that the open keys of a configuration allow, for at most `workers` workers of `memory` bytes;
+    return the quickest on a `hardware`. If none fits, fewer workers are tried where they divide what more do not."""
     space, judged, nearest = SearchSpace(config), 0, None
-    least = _least_state_bytes(config)
     with pause_garbage_collection(), show_phase("searching for a plan"):
         most_divisors = most_twos = 0
         for ranks in _numbers_of_workers(space, workers):
-            if nearest and ranks * memory < least:
+            if nearest and ranks * memory < nearest.least_state_bytes:
                 break
             divisors, twos = len(find_divisors(ranks)), ranks & -ranks
             if nearest and divisors <= most_divisors and twos <= most_twos:
@@ -167,15 +173,6 @@ def search_plans(config: Config, workers: int, memory: float, hardware: Hardware
             if standings.quickest_fitting_finalist:
                 return standings
     return replace(nearest, judged=judged) if nearest else SearchOutcome(space, workers, [], judged, memory)
-
-
-def _least_state_bytes(config: Config) -> float:
-    """Return the bytes of all workers together that any plan takes: of the parameters, each once, and of what the
-    optimizer keeps of them."""
-    model = build_model(config.model)
-    sizes, master = dict(model.sizes), ITEMSIZE[config.precision]["master"]
-    numbers = sum(prod(sizes[dim] for dim in p.dims) for p in model.parameters())
-    return numbers * master * (1 if config.train.freeze else 1 + count_state_numbers(config))
 
 
 def _numbers_of_workers(space: SearchSpace, workers: int) -> Iterator[int]:
@@ -196,40 +193,45 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
     family_numbers = {family: i for i, family in enumerate(dict.fromkeys(one.family for one in rated))}
     mode_of, families = np.array([modes[one.mode] for one in rated]), np.array([family_numbers[m[0]] for m in modes])
     estimates = np.array([(one.seconds, one.memory) for one in rated]).T
-    quotients = np.repeat(np.array(ERRORS)[:, None], len(modes), axis=1)  # [seconds and memory, modes]
-    least = np.full_like(quotients, inf)
+    least = np.full((2, len(modes)), inf)  # quotient seen of a mode, of seconds and of memory
     finalists: list[Finalist] = []
-    unplanned, best, planned, better_at = np.ones(len(rated), dtype=bool), inf, 0, 0
+    unplanned, best, since_better = np.ones(len(rated), dtype=bool), inf, 0
 
     def note_quotient(what: int, i: int, value: float) -> None:
         """Take note of what a contender's plan has, by its estimate."""
-        mode = mode_of[i]
-        least[what, mode] = min(least[what, mode], value / estimates[what, i])
-        quotients[what, mode] = WITHIN[what] * least[what, mode]
-        if what == 0:
-            akin = families == families[mode]
-            quotients[0, akin & np.isinf(least[0])] = AKIN * least[0, akin].min()
+        least[what, mode_of[i]] = min(least[what, mode_of[i]], value / estimates[what, i])
 
     shown = min(MOST, max(LEAST, LAYERS // space.config.model.layers))
-    while planned - better_at < PATIENCE * shown * (1 if best < inf else 2):
-        seconds, needed = estimates * quotients[:, mode_of]
+    while since_better < PATIENCE * shown * (1 if best < inf else 2):
+        seconds, needed = estimates * _expect_quotients(least, families)[:, mode_of]
         seconds[~unplanned | (needed > memory)] = inf
         i = int(seconds.argmin())
         if seconds[i] == inf or (seconds[i] >= best and len(finalists) >= shown):
             break
-        unplanned[i], planned = False, planned + 1
+        unplanned[i], since_better = False, since_better + 1
         if finalist := _plan_finalist(space, rated[i].choice, hardware):
             finalists.append(finalist)
             note_quotient(0, i, finalist.price.seconds)
             if finalist.price.seconds < best:
                 if finalist.fits_memory(memory):
-                    best, better_at = finalist.price.seconds, planned
+                    best, since_better = finalist.price.seconds, 0
                 note_quotient(1, i, finalist.known_memory)
     if best == inf:  # the ones that need least are shown to the user
-        needed = (estimates * quotients[:, mode_of])[1][unplanned]
+        needed = (estimates * _expect_quotients(least, families)[:, mode_of])[1][unplanned]
         thrifty = np.flatnonzero(unplanned)[np.argsort(needed, kind="stable")][:LACKING]
         finalists += filter(None, (_plan_finalist(space, rated[i].choice, hardware) for i in thrifty))
     return sorted(finalists, key=lambda f: f.sort_key)
+
+
+def _expect_quotients(least: NDArray[np.float64], families: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the factors by which the estimates of each mode are to be multiplied at least, [seconds and memory,
+    modes]: from the `least` quotient seen of the mode, of seconds else of its family, else from ERRORS. `families`:
+    the number of each mode's family."""
+    of_family = np.full(len(families), inf)
+    np.minimum.at(of_family, families, least[0])
+    akin = np.where(np.isinf(of_family), ERRORS[0], AKIN * of_family)[families]
+    unseen = np.stack([akin, np.full(len(families), ERRORS[1])])
+    return np.where(np.isinf(least), unseen, np.array(WITHIN)[:, None] * least)
 
 
 def _plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware) -> Finalist | None:
@@ -509,26 +511,26 @@ def _violation_of_search(standings: SearchOutcome, hardware: Hardware) -> str:
     )
 
 
-HELPFUL = "recompute=auto", "train.microbatch=-1", "parallel.zero=-1", "parallel.context=-1", "plan.search=[all]"
+HELPFUL = "recompute=auto", "train.microbatch=-1", "parallel.zero=-1", "parallel.context=-1", f"plan.search=[{ALL}]"
 
 
 def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
     """Return what would help a search without a plan that fits: the least workers that hold the state, or the first key
     by which, open too, it would find one; "" if none does."""
     config = standings.space.config
-    if (least := ceil(_least_state_bytes(config) / standings.budget)) > standings.workers:
-        return f"parameters and optimizer state alone take {format_count(least, 'such worker')}"
+    if (needed := ceil(standings.least_state_bytes / standings.budget)) > standings.workers:
+        return f"parameters and optimizer state alone take {format_count(needed, 'such worker')}"
     for typed in HELPFUL:
         key, _, value = typed.partition("=")
         opened = deepcopy(config)
-        opened.plan.search = [*config.plan.search, "all" if value == "[all]" else key]
-        if opened.plan.search[-1] in config.plan.search or "all" in config.plan.search:
+        opened.plan.search.append(ALL if value == f"[{ALL}]" else key)
+        if not {ALL, opened.plan.search[-1]}.isdisjoint(config.plan.search):
             continue
-        field = ContenderGrid(SearchSpace(opened), standings.workers, standings.budget, hardware)
+        grid = ContenderGrid(SearchSpace(opened), standings.workers, standings.budget, hardware)
         with pause_garbage_collection():
-            picked = _pick_finalists(field.space, field.rate_contenders()[0], standings.budget, hardware)
-        if best := replace(standings, space=field.space, tried=picked).quickest_fitting_finalist:
-            return f"with {typed} one fits: {' '.join(field.space.format_overrides(best.choice))}"
+            picked = _pick_finalists(grid.space, grid.rate_contenders()[0], standings.budget, hardware)
+        if best := replace(standings, space=grid.space, tried=picked).quickest_fitting_finalist:
+            return f"with {typed} one fits: {' '.join(grid.space.format_overrides(best.choice))}"
     return ""
 
 
@@ -536,15 +538,14 @@ def format_choice(standings: SearchOutcome) -> str:
     """Return the line with the choice of a search for the user."""
     best = standings.quickest_fitting_finalist
     assert best, "the search has chosen"
-    typed = *standings.space.format_overrides(best.choice), *_name_in_parentheses(best.choice)
-    chosen = " ".join(typed), f"({format_seconds(best.price.seconds)} a step)"
     plans = f"{standings.judged:,} plans for {format_count(standings.workers, 'worker')}"
-    return f"chosen of {plans}: {' '.join(chosen)}"
+    named = _format_named_choice(standings.space, best.choice)
+    return f"chosen of {plans}: {named} ({format_seconds(best.price.seconds)} a step)"
 
 
-def _name_in_parentheses(choice: Contender) -> list[str]:
-    """Return the one word or none that says what people call a choice."""
-    return [f"({choice.common_name})"] if choice.common_name else []
+def _format_named_choice(space: SearchSpace, choice: Contender) -> str:
+    """Return what a user types for a choice, and what people call it."""
+    return " ".join([*space.format_overrides(choice), *([f"({choice.common_name})"] if choice.common_name else [])])
 
 
 def format_ranking(standings: SearchOutcome, top: int) -> Iterator[str]:
@@ -560,7 +561,7 @@ def format_ranking(standings: SearchOutcome, top: int) -> Iterator[str]:
         fits = finalist.fits_memory(standings.budget)
         number += fits
         reason = "" if finalist is best else f": {explain_loss(finalist, best, standings.budget)}"
-        typed = " ".join([*standings.space.format_overrides(finalist.choice), *_name_in_parentheses(finalist.choice)])
+        typed = _format_named_choice(standings.space, finalist.choice)
         place, seconds = f"{number:>3}." if fits else "   -", format_seconds(finalist.price.seconds)
         yield f"{place}  {seconds:>9}  {finalist.peak_memory / 1e9:>5.3g} GB  {typed}{reason}"
 

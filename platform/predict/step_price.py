@@ -67,9 +67,9 @@ def _read_description(name: str, readers: Sequence[str] = ()) -> dict[str, Any]:
         parsed = parse_yaml(read_bytes(path))
     except (Malformed, OSError) as error:
         raise ConfigError(f"hardware {name}: is no YAML: {error}") from None
-    own = parsed if isinstance(parsed, dict) else {}
-    base = _read_description(str(own.pop("like")), (*readers, name)) if "like" in own else {}
-    return _merge_descriptions(base, own)
+    described = parsed if isinstance(parsed, dict) else {}
+    base = _read_description(str(described.pop("like")), (*readers, name)) if "like" in described else {}
+    return _merge_descriptions(base, described)
 
 
 def _merge_descriptions(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from platform.cluster.shown_commands import Command
 from platform.config.validation import violations_of_configuration
 from platform.jobs.__main__ import main as write_job
 from platform.launch import compose_config
+from platform.optimizer.optimizers import OPTIMIZERS, count_state_numbers
 from platform.predict import search as ranking
 from platform.predict.contenders import Contender, SearchSpace
+from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes
 from platform.predict.replan import replan
@@ -123,6 +125,15 @@ def test_the_refusal_names_the_key_that_would_help():
     tight = min(f.peak_memory for f in roomy.tried if f.choice.recompute == "full")
     with pytest.raises(ConfigError, match="with recompute=auto one fits: .*recompute=full"):
         choose_plan(composed(*arguments), 2, memory=tight)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_state_of_any_plan_is_at_least_what_a_search_says(kind):
+    """Optimizers that keep less of matrices, or factors of moments, are no reason to give a search up too early."""
+    config = composed(*TINY, "plan.search=[recompute]", f"optimizer.kind={kind}", "parallel.data=1", "tensor=serial")
+    found = search_plans(config, 1, LARGE, read_hardware("cpu"))
+    held = weight_bytes(found.tried[0].plan, count_state_numbers(config))
+    assert found.least_state_bytes == held["parameters"] + held["optimizer"]
 
 
 def test_branches_are_searched_too():
