@@ -56,7 +56,7 @@ def start_lending(communicator: Communicator, step: RelayoutStep, x: Tensor) -> 
     out, into = list(map(len, mine)), [sum(expert // each == rank for expert in lent[me]) for rank in range(len(lent))]
     name = f"{step.op} experts of {step.layer}"
     if step.op == "lend":
-        rows = x[lent_experts] if lent_experts else x[:0]
+        rows = torch.stack([x[expert] for expert in lent_experts]) if lent_experts else x[:0]  # no index to upload
         return ExpertLending(
             step, x, communicator.launch_all_to_allv(rows, out, into, step.axes, name=name), lent_experts
         )

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,11 +20,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from platform.checkpoint import buffer
 from platform.checkpoint.snapshots import MemoryMap, RankSnapshots, SharedMemory, Snapshot
-from platform.runtime import clock
+from platform.plan.generation_passes import PIECE
+from platform.runtime import attention_pairs, clock
 from platform.runtime.communicator import Communicator
 from platform.runtime.process_groups import join_default_group
 from platform.runtime.residency import ParameterResidency
 from platform.train import generator, rank_parameters
+from platform.train import trainer as trainer_module
 from platform.train.rank_parameters import RankWeights
 from platform.train.replies import AskedTexts, Choice
 from platform.train.state_recovery import COPIES, _find_damaged_copies, compare_replicas
@@ -60,9 +63,21 @@ def form(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 def write(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """Three tokens of two texts, up to where the text is made of them."""
+    continue_texts(trainer, patch, [[1, 2, 3], [4, 5]])
+
+
+def write_long(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Three tokens of one text that ranks of a context share, as it is longer than a piece."""
+    copy = attention_pairs._HostCopy(np.zeros((PIECE + 1, 1), int), {})  # of where documents begin
+    patch.setattr(attention_pairs, "_find_host_copy", lambda _: copy)
+    continue_texts(trainer, patch, [[1] * (PIECE + 1)])
+
+
+def continue_texts(trainer: Trainer, patch: pytest.MonkeyPatch, texts: list[list[int]]) -> None:
+    """Three tokens of each text, up to where the text is made of them."""
     patch.setattr(torch.Tensor, "any", lambda *_: True)  # texts that go on
     writer = generator.TextGenerator(trainer.config, trainer.plan, trainer.communicator, trainer.weights)
-    asked = AskedTexts([[1, 2, 3], [4, 5]]), 3, Choice(vocab=61), [60]
+    asked = AskedTexts(texts), 3, Choice(vocab=61), [60]
     with torch.no_grad(), pytest.raises(DynamicOutputShapeException):
         writer.continue_texts(*asked)
 
@@ -80,6 +95,13 @@ def compare(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
         compare_replicas(trainer, RankTrainingState(trainer), None)
     with pytest.raises(DataDependentOutputException):
         _find_damaged_copies(trainer, [f"{COPIES}.{next(iter(trainer.weights.compute))}"])
+
+
+def lend(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Steps of which the second one's second rank computes the first one's first expert too."""
+    patch.setattr(trainer_module, "lent_by_layer", lambda layers, *_: dict.fromkeys(layers, ((), (0,))))
+    trainer.step(1)
+    trainer.step(2)
 
 
 def host_kept(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -196,6 +218,10 @@ MORE = {
     "snapshot, zero=1": Case({**TWO, "zero": 1}, snapshot),
     "generation, last stage": Case(PAIR, write, rank=1),
     "comparison": Case({**TWO, "zero": 1}, compare),
+    "ring": Case({"context": 4, "context_kind": "ring"}, model="llama"),
+    "dropless experts": Case({**TWO, "experts_of": 2}, model="gpt_oss"),
+    "lent experts": Case({**TWO, "experts_of": 2}, lend, model="gpt_oss", settings={"parallel.lent_experts": 1}),
+    "generation, context": Case({"context": 2, "layers": 1}, write_long, model="llama"),
 }  # fmt: skip
 
 # Waits that order nothing
@@ -412,15 +438,21 @@ OF_THE_HOST = {
     "runtime/host_memory.py", "checkpoint/saver.py",
 }  # fmt: skip
 COMPILED = "in a graph that torch compiles, which runs on no card"
+BEFORE = "before a run: takes its time"
 NEVER = "of the shipped schemes none moves the operands of panels"
 ELSEWHERE = {
     "checkpoint/snapshots.py: futures.wait([begun.passed_on], ABANDONED)": "a thread whose transfer failed",
     'runtime/communicator.py: self.launch("all_reduce", flag, axes).wait()': "reads a number at once",
-    'runtime/communicator.py: launch(op, x, axes.split("+"), dim, joined, reduce=reduce).wait()': COMPILED,
+    "runtime/communicator.py: handle.wait()": COMPILED,
     "runtime/chunked_loss.py: leaving.wait()": COMPILED,
     "runtime/chunked_loss.py: arriving.wait()": COMPILED,
     "runtime/products.py: c.wait()": NEVER,
     "runtime/parallel_ops.py: left.wait()": "no pass of these leaves out an operation",
+    "train/calibration_rates.py: communicator.launch(op, x, LINE).wait()": BEFORE,
+    "train/calibration_rates.py: handle.wait()": BEFORE,
+    'train/calibration_rates.py: communicator.launch("all_reduce", most_seconds, [*axes], reduce="max").wait()': BEFORE,
+    "train/calibration_rates.py: (communicator.send(x, 1 - stage) if sends else "
+    "communicator.receive(x.shape, x.dtype, 1 - stage)).wait()": BEFORE,
     "train/measurements.py: communicator.launch(op, block, (TOGETHER,)).wait()": "before a run: reads numbers",
     "train/measurements.py: torch.cuda.synchronize()": "before a run",
     "train/measurements.py: last.synchronize()": "before a run",

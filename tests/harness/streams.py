@@ -500,6 +500,10 @@ class OnStreams(AsOnNccl):
         sends = op == "broadcast" and group[root] == self.rank
         return self._recorder.launch(self._groups[axes], op, [x], [] if sends else [out])
 
+    def _start_all_to_allv(self, x, out, sent, received, axes):
+        super()._start_all_to_allv(x, out, sent, received, axes)
+        return self._recorder.launch(self._groups[axes], "all_to_allv", [x], [out])
+
     def _start_send(self, x, peer):
         super()._start_send(x, peer)
         return self._recorder.launch((self.rank, peer), "send", [x], [])
