@@ -119,9 +119,21 @@ class Causal:
 
     def predicted(self, stream: Any, index: Ints) -> int:
         """Count the labels of samples `index` of a token stream, for next-token prediction, that are not padding."""
-        if self._can_ignore_labels(stream) or isinstance(stream, PackedStream):
+        packed, learned = isinstance(stream, PackedStream), token_loss_mask(stream)
+        if not packed and not self._can_ignore_labels(stream):
+            return len(index) * self.length
+        if (starts := known_document_starts(stream)) is None:  # the ids alone say where documents begin
             return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
-        return len(index) * self.length
+        # labels lie in stretches of the stream: of a whole batch they are counted in milliseconds, without any ids
+        first, sizes = stream.stretches(index) if packed else (index * self.length, np.full(len(index), self.length))
+        first, end = first + 1, np.minimum(first + sizes + 1, len(stream))
+        stretches = zip(first.tolist(), end.tolist(), strict=True)
+        count = (end - first).sum() if learned is None else sum(np.count_nonzero(learned[i:j]) for i, j in stretches)
+        if self.within or packed:
+            ignored = streams.members_of_stretches(starts, first, end)
+            ignored = ignored[np.asarray(stream[ignored]) != self.special.end]
+            count -= len(ignored) if learned is None else np.count_nonzero(learned[ignored])
+        return int(count)
 
     def _can_ignore_labels(self, stream: Any) -> bool:
         """Return True if some tokens of the stream may be left out of the loss, so that labels must be counted."""

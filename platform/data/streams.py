@@ -57,15 +57,23 @@ class PackedStream:
     def token_positions(self, index: Ints, length: int) -> Ints:
         """Return the stream positions of the tokens in packed rows `index`, int64 [len(index), length]; -1 where a row
         has no more tokens."""
-        first, counts = self.rows[index], self.rows[index + 1] - self.rows[index]
-        piece = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-        starts, sizes = self.pieces[piece].T
-        ends = np.cumsum(sizes)
-        token = np.repeat(starts - (ends - sizes), sizes) + np.arange(sizes.sum())
-        filled = np.diff(np.append(0, ends)[np.append(0, np.cumsum(counts))])
+        starts, sizes = self.stretches(index)
+        filled = np.diff(np.append(0, sizes.cumsum())[np.append(0, (self.rows[index + 1] - self.rows[index]).cumsum())])
         positions = np.full((len(index), length), PADDING, np.int64)
-        positions[np.arange(length) < filled[:, None]] = token
+        positions[np.arange(length) < filled[:, None]] = _join_ranges(starts, sizes)
         return positions
+
+    def stretches(self, index: Ints) -> tuple[Ints, Ints]:
+        """Return the pieces of packed rows `index`, one after another: their first positions in the stream, and how
+        many tokens they have."""
+        first = self.rows[index]
+        starts, sizes = self.pieces[_join_ranges(first, self.rows[index + 1] - first)].T
+        return starts, sizes
+
+
+def _join_ranges(first: Ints, sizes: Ints) -> Ints:
+    """Return the numbers of ranges one after another: from each `first`, so many as `sizes` says."""
+    return np.repeat(first - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
 
 
 def _unpack_stream(stream: Any) -> Any:
@@ -103,6 +111,15 @@ def membership_mask(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
     return np.asarray(ascending)[where] == values if len(ascending) else np.zeros(values.shape, bool)
 
 
+def members_of_stretches(ascending: Ints, first: Ints, end: Ints) -> Ints:
+    """Return the numbers in `ascending`, such as the starts of documents, that lie in each stretch [first, end) of
+    positions, stretch after stretch; each once a stretch, also where it occurs twice."""
+    low, high = np.searchsorted(ascending, first), np.searchsorted(ascending, end)
+    at = _join_ranges(low, high - low)
+    is_first = np.repeat(low, high - low) == at
+    return ascending[at[is_first | (ascending[at] != ascending[at - 1])]]
+
+
 def document_start_mask(stream: Any, place: Ints, tokens: Ints, end: int) -> NDArray[np.bool_]:
     """Return a mask of the tokens [rows, length] that begin a document, or a piece of one, at positions `place` of a
     token stream; padding behind a row's last piece counts as another document."""
@@ -136,8 +153,8 @@ class PairStream:
     def rows(self, side: int, index: Ints, length: int, last: int) -> Ints:
         """Return token ids [len(index), length] of the pairs `index`: their sources (side 0) or targets (side 1), each
         followed by the id `last`, cut or padded with -1 to `length`."""
-        bounds = np.concatenate([[0], self.ends.reshape(-1)])
-        start, end = bounds[2 * index + side], bounds[2 * index + side + 1]
+        ends, number = self.ends.reshape(-1), 2 * index + side
+        start, end = np.where(number > 0, ends[number - 1], 0), ends[number]
         offset = np.arange(length)
         place, size = start[:, None] + offset, (end - start)[:, None]
         ids = self.tokens[np.minimum(place, max(len(self.tokens) - 1, 0))].astype(np.int64)

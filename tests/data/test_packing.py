@@ -223,3 +223,22 @@ def test_what_tells_no_documents_apart_is_refused(tmp_path):
     for more in ({"packing": "best_fit"}, {"document_mask": True}):
         with pytest.raises(ConfigError, match=f"data.separator=-1: data.{[*more][0]} needs documents"):
             open_corpus(replace(given, **more), length=LENGTH, vocab=5000, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_are_counted_without_the_ids(seed):
+    """As many as a batch has: streams with and without marks of what is learned, documents of no token, rows of pieces,
+    samples that come twice, and ends that are starts too."""
+    random = np.random.default_rng(seed)
+    for number in range(60):
+        size, length = int(random.integers(40, 400)), int(random.integers(3, 20))
+        starts = np.sort(np.append(0, random.integers(0, size, random.integers(0, size // 3))))
+        learned = random.random(size) < 0.6 if number % 3 else None
+        stream = DocumentStream(random.integers(0, 4, size), starts, learned)
+        if number % 2:
+            stream = PackedStream(stream, *best_fit(np.append(np.unique(starts), size), length))
+        special = SpecialIds(tuple(random.integers(-1, 3, 2).tolist()))
+        goal = Causal(length, special, within=bool(number % 5))
+        index = random.integers(0, goal.samples(stream), 12)
+        labels = goal.batch(stream, index, np.zeros(12, np.uint64))["labels"]
+        assert goal.predicted(stream, index) == (labels >= 0).sum()
