@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import groupby, repeat
+from itertools import repeat
 from operator import is_not
 from typing import Any
 
@@ -61,15 +61,15 @@ class CompiledBlock:
         among the block's tensors in the same order, number of elements of each)."""
         homes = {i: home for i, home in enumerate(self.homes) if home}
         order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.parameter_ranges[homes[i][1][0]]))
-        destinations = []
-        for _, group in groupby(order, key=lambda i: id(homes[i][0])):
-            indices = list(group)
-            bucket = homes[indices[0]][0]
-            names = tuple(name for i in indices for name in homes[i][1])
-            together = bucket.bucket.range_of_parameters(names)
-            parts = [(names, indices)] if together else [(homes[i][1], [i]) for i in indices]
-            destinations += [(bucket, names, its, [self.tensors[i].numel() for i in its]) for names, its in parts]
-        return destinations
+        runs: list[tuple[FlatBucket, tuple[str, ...], list[int]]] = []
+        for i in order:
+            bucket, names = homes[i]
+            if runs and runs[-1][0] is bucket and bucket.bucket.range_of_parameters((*runs[-1][1], *names)):
+                _, before, indices = runs.pop()
+                runs.append((bucket, (*before, *names), [*indices, i]))
+            else:
+                runs.append((bucket, names, [i]))
+        return [(*run, [self.tensors[i].numel() for i in run[2]]) for run in runs]
 
     def add_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add a compiled block's parameter gradients, one per tensor in `tensors`, to their buckets' sums."""

@@ -82,6 +82,8 @@ class FlatBucket:
         for name, w in self.compute.items():
             w.register_post_accumulate_grad_hook(_take_leaf_gradient)
             setattr(w, _HOME, (ref(self), (name,)))
+        self.stretches: list[Tensor] = []  # of `masters`, which the optimizer updates
+        self._alone = set(self.master)  # parameters that are in none, and are updated by themselves, or frozen
         self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
         self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
         self.release_parameters()
@@ -350,9 +352,31 @@ class FlatBucket:
         return flat
 
     def assign_gradients(self, flat: Tensor) -> None:
-        """Set the `grad` of this bucket's master copies to views of the flat tensor of reduced gradients `flat`."""
-        for name, gradient in self._master_views(flat).items():
-            self.master[name].grad = gradient
+        """Set the `grad` of what the optimizer updates to views of the flat tensor of reduced gradients `flat`."""
+        for name, gradient in self._master_views(flat).items() if self._alone else ():
+            if name in self._alone:
+                self.master[name].grad = gradient
+        for stretch in self.stretches:
+            first = stretch.storage_offset() - self.masters.storage_offset()
+            stretch.grad = flat[first : first + len(stretch)]
+
+    def join_adjacent_masters(self, names: Sequence[str]) -> list[tuple[Tensor, list[str]]]:
+        """Join the master copies of parameters `names` that lie one after another in memory: return flat leaves for the
+        optimizer to update in their place, each with the names of its parameters. Later gradients are the leaves'."""
+        joined: list[tuple[int, int, list[str]]] = []
+        begin = self.masters.storage_offset()
+        ordered = sorted((w.storage_offset() - begin, n) for n in names if (w := self.master[n]).numel())
+        for start, name in ordered:
+            end = start + self.master[name].numel()
+            if joined and joined[-1][1] == start:
+                first, _, members = joined.pop()
+                joined.append((first, end, [*members, name]))
+            else:
+                joined.append((start, end, [name]))
+        leaves = [(self.masters[i:j].detach().requires_grad_(), members) for i, j, members in joined]
+        self.stretches += [leaf for leaf, _ in leaves]
+        self._alone.difference_update(*(members for _, members in leaves))
+        return leaves
 
 
 def add_gradients_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
 from platform.model.losses import loss_functions
-from platform.optimizer.optimizers import build_optimizer, group_parameters
+from platform.optimizer.optimizers import OPTIMIZERS, build_optimizer, group_parameters
 from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
@@ -60,6 +60,8 @@ def build_rank(
         return shared._replace(stage=stage, model=model, ops=ops)
     # Optimizer of the master weights without frozen ones, with weight decay for the parameters that the model marks.
     groups = group_parameters(config.optimizer, stage.parameters, weights.trainable_masters, set(stage.matrices))
+    if OPTIMIZERS[config.optimizer.kind].divides:
+        groups = weights.join_adjacent_parameters(groups)
     nothing = torch.zeros(0, device=communicator.device)  # a shard may be all padding, and none is refused
     optimizer = build_optimizer(groups or [{"params": [nothing]}], config.optimizer)
     if isinstance(optimizer, Muon):

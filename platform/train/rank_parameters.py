@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite, isnan
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class RankWeights:
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
+        self.updated = {n: (w, 0) for n, w in self.master.items()}  # name -> what the optimizer updates, place in it
         self.states = {}  # name -> this rank's copy of a parameter without gradient, alike on all ranks of its stage
         for p in plan.states:
             self.states[p.name] = torch.empty(plan.global_shape(p), dtype=high, device=communicator.device)
@@ -179,12 +181,38 @@ class RankWeights:
     @property
     def gradients(self) -> dict[str, Tensor]:
         """Return parameter name -> this rank's gradient, reduced over ranks, shaped like the master copy it updates."""
-        return {n: w.grad for n, w in self.own_masters.items() if w.grad is not None}
+        whole = ((n, self.updated[n][0].grad) for n in self.own_masters)
+        return {n: self.part_of_parameter(n, gradient) for n, gradient in whole if gradient is not None}
 
     def drop_gradients(self) -> None:
         """Free the reduced gradients of this rank's master weights, after a training step's update or without."""
-        for master in self.master.values():
-            master.grad = None
+        for updated in self.updated_tensors.values():
+            updated.grad = None
+
+    def join_adjacent_parameters(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return an optimizer's groups of parameters with flat tensors in place of those that lie one after another:
+        tens of tensors for hundreds, with the same numbers if each element is updated by itself."""
+        joined_groups = []
+        for group in groups:
+            names, tensors = set(group["names"]), []
+            for flat in self.buckets:
+                for leaf, members in flat.join_adjacent_masters([n for n in flat.master if n in names]):
+                    places = accumulate((self.master[n].numel() for n in members), initial=0)
+                    self.updated |= {n: (leaf, place) for n, place in zip(members, places, strict=False)}
+                    tensors.append(leaf)
+            joined_groups.append({**group, "params": tensors})
+        return joined_groups
+
+    @property
+    def updated_tensors(self) -> dict[int, Tensor]:
+        """Return the tensors that the optimizer updates, which may hold several parameters, by their ids."""
+        return {id(tensor): tensor for tensor, _ in self.updated.values()}
+
+    def part_of_parameter(self, name: str, whole: Tensor) -> Tensor:
+        """Return the part of `whole` (a gradient, a moment), laid out as what the optimizer updates, that belongs to a
+        parameter."""
+        (updated, start), w = self.updated[name], self.master[name]
+        return whole if updated is w else whole[start : start + w.numel()].view(w.shape)
 
     @torch.no_grad()
     def refresh_copies(self, ahead: bool = False) -> None:

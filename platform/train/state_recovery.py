@@ -253,8 +253,10 @@ def _replica_tensors(trainer: Trainer) -> dict[str, Tensor]:
     for name, master in weights.own_masters.items():
         if not plan.bucket_by_parameter[name].sharded:
             tensor_by_name[f"model.{name}"] = master.detach()
-            moments = ((k, v) for k, v in trainer.optimizer.state[master].items() if isinstance(v, Tensor))
-            tensor_by_name |= {f"{k}.{name}": v for k, v in moments if v.shape == master.shape or k in SIDES}
+            updated = weights.updated[name][0]
+            moments = ((k, v) for k, v in trainer.optimizer.state[updated].items() if isinstance(v, Tensor))
+            parts = ((k, v if k in SIDES else weights.part_of_parameter(name, v)) for k, v in moments if v.dim())
+            tensor_by_name |= {f"{k}.{name}": v for k, v in parts if v.shape == master.shape or k in SIDES}
             tensor_by_name |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
     tensor_by_name |= {state_name(p): weights.states[p.name] for p in plan.states}
     for name, w in weights.compute.items():

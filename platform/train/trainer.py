@@ -301,11 +301,12 @@ class Trainer:
         clip = self.config.optimizer.clip
         factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._loss_factor
         optimizer: Any = self.optimizer
-        gradients = list(self.weights.gradients.values())  # none where a shard is padding alone
         if factor != 1.0 and self._divides:
             optimizer.grad_scale = torch.full((), 1 / factor, device=self.communicator.device)
-        elif factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        elif factor != 1.0 and (
+            gradients := [w.grad for w in self.weights.updated_tensors.values() if w.grad is not None]
+        ):
+            torch._foreach_mul_(gradients, factor)  # none where a shard is padding alone
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         optimizer.step()

@@ -114,19 +114,22 @@ class RankTrainingState:
     def live_blocks(self) -> LiveBlocks:
         """Return this rank's blocks of the training state, weights and optimizer moments: views of the live tensors,
         for snapshots to copy and restoring to fill. Moments that no update has made yet are zeros."""
-        kinds: dict[str, Mapping[str, Tensor]] = {"model": self._trainer.weights.master}
-        trained, plan = self._trainer.weights.trainable_masters.items(), self._plan
-        for kind in self.moments:
-            kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
-        addresses = [tensor.data_ptr() for tensors in kinds.values() for tensor in tensors.values()]
-        if addresses != self._where:  # the optimizer may have put another tensor in a moment's place
+        weights, plan = self._trainer.weights, self._plan
+        states = [self._trainer.optimizer.state.get(w, {}) for w in weights.updated_tensors.values()]
+        stored = [state.get(kind) for state in states for kind in self.moments] + [*weights.averages.values()]
+        addresses = [-1 if moment is None else moment.data_ptr() for moment in stored]
+        if -1 in addresses or addresses != self._where:  # the optimizer may have put another tensor in a moment's place
+            kinds: dict[str, Mapping[str, Tensor]] = {"model": weights.master}
+            trained = weights.trainable_masters.items()
+            for kind in self.moments:
+                kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
             coordinates = self._communicator.coordinates
             laid_out = {kind: tensors for kind, tensors in kinds.items() if kind not in SIDES}
             blocks = [b for kind, tensors in laid_out.items() for b in local_blocks(plan, kind, tensors, coordinates)]
             sides = ((f"{kind}.{name}", x) for kind in SIDES for name, x in kinds.get(kind, {}).items())
             blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in sides if name in self._mine]
-            states = ((state_name(p), self._trainer.weights.states[p.name]) for p in self._trainer.stage.states)
-            blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in states]
+            unlearned = ((state_name(p), weights.states[p.name]) for p in self._trainer.stage.states)
+            blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in unlearned]
             self._where, self._blocks = addresses, LiveBlocks(blocks)
         return self._blocks
 
@@ -135,8 +138,8 @@ class RankTrainingState:
         its numbers, such as its count of steps, none before the first update; `loss_scale`, if computed in fp16. {} on
         a rank without parameters."""
         scale = self._trainer.loss_scale
-        for w in self._trainer.weights.trainable_masters.values():
-            weight_state = self._optimizer_state(w)
+        for name in self._trainer.weights.trainable_masters:
+            weight_state = self._optimizer_state(name)
             kept_names = [name for name in self._numbers if name in weight_state]
             states = (torch.as_tensor(weight_state[name], dtype=torch.float64) for name in kept_names)
             tensors = [x.to(self._communicator.device, non_blocking=True) for x in states]
@@ -201,8 +204,9 @@ class RankTrainingState:
         if self._trainer.loss_scale:
             first = LossScale(self._trainer.config.loss_scale.initial)
             self._trainer.loss_scale = _read_value(LossScale, scale, "loss scale") if scale else first
-        for parameter, w in self._trainer.weights.trainable_masters.items():
-            state = self._optimizer_state(w)
+        weights = self._trainer.weights
+        for parameter in {id(weights.updated[n][0]): n for n in weights.trainable_masters}.values():
+            w, state = weights.updated[parameter][0], self._optimizer_state(parameter)
             state.clear()
             if fresh:
                 continue
@@ -214,10 +218,13 @@ class RankTrainingState:
 
     def _read_moment(self, name: str, w: Tensor, moment: str) -> Tensor:
         """Return this optimizer moment or moving average of the master weight `w`; zeros if no update has made it."""
+        weights = self._trainer.weights
         if moment == AVERAGE:
-            return self._trainer.weights.averages[name]
-        stored_moment: Tensor | None = self._optimizer_state(w).get(moment)
-        return self._zero_moment(name, w, moment) if stored_moment is None else stored_moment
+            return weights.averages[name]
+        stored_moment: Tensor | None = self._optimizer_state(name).get(moment)
+        if stored_moment is None:
+            return self._zero_moment(name, w, moment)
+        return stored_moment if moment in SIDES else weights.part_of_parameter(name, stored_moment)
 
     def _zero_moment(self, name: str, w: Tensor, moment: str) -> Tensor:
         """Return a zero optimizer moment of the master weight `w`, in place of one that no update has made yet."""
@@ -225,9 +232,10 @@ class RankTrainingState:
             return w.new_zeros(matrix_side_length(self._plan, moment, name))
         return torch.zeros_like(w, requires_grad=False)
 
-    def _optimizer_state(self, w: Tensor) -> dict[str, Any]:
-        """Return the optimizer's state of the master weight `w`: name -> moment (a tensor) or number."""
-        return self._trainer.optimizer.state[w]
+    def _optimizer_state(self, name: str) -> dict[str, Any]:
+        """Return the optimizer's state of what it updates with a parameter in it: name -> moment (a tensor) or
+        number."""
+        return self._trainer.optimizer.state[self._trainer.weights.updated[name][0]]
 
 
 def attempt_fill(fill: Callable[[], None]) -> Unrestored | None:

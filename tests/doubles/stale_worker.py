@@ -21,5 +21,5 @@ class ForgetfulWorker(Worker):
 
     def recover_state(self, source: MemorySource):
         super().recover_state(source)
-        for w in self.trainer.weights.own_masters.values():
-            self.trainer.optimizer.state[w]["exp_avg"].zero_()
+        for state in self.trainer.optimizer.state.values():
+            state["exp_avg"].zero_()

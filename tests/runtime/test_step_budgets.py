@@ -53,7 +53,7 @@ def of_types(trainer: Trainer) -> dict[str, tuple[int, int]]:
         # a norm for each stretch; then 8 bytes each are stacked, squared, added to what a fault adds, and to the loss
         "norm": (5 + together, 4 * counted + 40 * len(stretches) + 56 + 32 * together),
         "refresh": (len(made), each * sum(flat.masters.numel() for flat in made)),
-        "elements": (len(weights.trainable_masters), sum(w.numel() for w in weights.trainable_masters.values())),
+        "elements": (len(trainer.optimizer.state), sum(w.numel() for w in weights.trainable_masters.values())),
     }
 
 
@@ -63,7 +63,7 @@ def budget_of(name: str, trainer: Trainer) -> dict[str, tuple[int, int]]:
     known, groups = of_types(trainer), len(trainer.optimizer.param_groups)
     (parts, elements), (copies, copied), clips = known["elements"], known["refresh"], "clipped" in name
     kernels, nbytes = groups, each * elements
-    if name.startswith("adamw"):  # counts its steps, in a number of fp32 for each parameter
+    if name.startswith("adamw"):  # counts its steps, in a number of fp32 for each stretch
         kernels, nbytes = 2 * groups, nbytes + parts * (8 + 4)
     if name.startswith("lion"):
         kernels = 5 * lists(trainer) + clips  # all gradients are multiplied first

@@ -145,7 +145,7 @@ def after_an_update(c: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found[updated : found.index(f"span {SPANS - 1}", updated) + 1]
 
 
-NAMES = ["embedding, position", "layers.0", "layers.1", "norm, head"]
+NAMES = ["embedding, position", "layers.0", "layers.1", "head, norm"]
 STARTS, WAITS = ([f"{what} {name}" for name in NAMES] for what in ("start", "wait"))
 
 

@@ -113,8 +113,8 @@ def test_of_two_without_a_record_nobody_is_named():
 def test_moments_count():
     def spoil(trainer):
         if trainer.communicator.rank == 2:
-            state = trainer.optimizer.state[trainer.weights.master["norm.gain"]]
-            state["exp_avg_sq"].view(-1)[3] += 1e-9
+            state = trainer.optimizer.state[trainer.weights.updated["norm.gain"][0]]
+            trainer.weights.part_of_parameter("norm.gain", state["exp_avg_sq"]).view(-1)[3] += 1e-9
 
     for report, _ in steps(PLANS["data 3"], spoil=spoil):
         assert report.differences.damaged == [Damage(2, "exp_avg_sq.norm.gain")]
