@@ -558,6 +558,12 @@ class Optimizer:
         most=1e6,
     )  # fmt: skip
     clip: float = key(1.0, "largest global gradient norm; 0 = no clipping", ">= 0")
+    early: str = key(
+        "auto",
+        "launch an update before its loss and norm are read, and let the device skip it if they are not finite;"
+        " auto: on a GPU, where optimizer and run allow it",
+        ("auto", "off"),
+    )
     schedule: str = key(
         "cosine", "learning rate after warm-up",
         ("constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "wsd"), open=True,

@@ -55,8 +55,7 @@ class PackedStream:
         return np.asarray(self.tokens[index])
 
     def token_positions(self, index: Ints, length: int) -> Ints:
-        """Return the stream positions of the tokens in packed rows `index`, int64 [len(index), length]; -1 where a row
-        has no more tokens."""
+        """Return the stream positions of packed rows' tokens, [len(index), length]; -1 where a row has no more."""
         starts, sizes = self.stretches(index)
         filled = np.diff(np.append(0, sizes.cumsum())[np.append(0, (self.rows[index + 1] - self.rows[index]).cumsum())])
         positions = np.full((len(index), length), PADDING, np.int64)
@@ -64,8 +63,7 @@ class PackedStream:
         return positions
 
     def stretches(self, index: Ints) -> tuple[Ints, Ints]:
-        """Return the pieces of packed rows `index`, one after another: their first positions in the stream, and how
-        many tokens they have."""
+        """Return the first position in the stream, and the tokens, of each piece of packed rows `index`, in order."""
         first = self.rows[index]
         starts, sizes = self.pieces[_join_ranges(first, self.rows[index + 1] - first)].T
         return starts, sizes
@@ -112,8 +110,7 @@ def membership_mask(ascending: Ints, values: Ints) -> NDArray[np.bool_]:
 
 
 def members_of_stretches(ascending: Ints, first: Ints, end: Ints) -> Ints:
-    """Return the numbers in `ascending`, such as the starts of documents, that lie in each stretch [first, end) of
-    positions, stretch after stretch; each once a stretch, also where it occurs twice."""
+    """Return the different numbers in `ascending`, as starts of documents, in each stretch [first, end), in order."""
     low, high = np.searchsorted(ascending, first), np.searchsorted(ascending, end)
     at = _join_ranges(low, high - low)
     is_first = np.repeat(low, high - low) == at

@@ -107,7 +107,8 @@ class OptimizerKind:
     "names", "weight_decay", "lr_factor", "matrix"}]; the params are local blocks or shards, whole tensors where `needs`
     says so. `moments`: numbers of state per element of a parameter, or a function that finds it. `divides`: True if
     they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read them, as torch's fused
-    optimizers do for its GradScaler. `scratch`: bytes that an update takes for a time. `needs`: the parts that
+    optimizers do for its GradScaler; `skips`: True if an update does nothing where their attribute `found_inf` (fp32
+    scalar on the device) is 1. `scratch`: bytes that an update takes for a time. `needs`: the parts that
     are updated as a whole, or a function that finds them: every `element` by itself, every `tensor`, or each tensor of
     two or more dims (`matrix`). Muon gets what it needs whole: the plan gathers it (`Plan.matrices`); Adafactor what it
     needs summed (`Plan.factored`)."""
@@ -115,6 +116,7 @@ class OptimizerKind:
     make: Callable[..., torch.optim.Optimizer]
     moments: int | Callable[[Optimizer], int]
     divides: bool = False
+    skips: bool = False
     scratch: Callable[[Optimizer, OptimizerUpdate], int] = lambda o, update: 0
     needs: Need = ELEMENT
 
@@ -155,7 +157,7 @@ def _build_adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_build_adamw, moments=2, divides=True),
+    "adamw": OptimizerKind(_build_adamw, moments=2, divides=True, skips=True),
     "sgd": OptimizerKind(_build_sgd, moments=lambda o: int(o.momentum > 0), divides=True),
     "lion": OptimizerKind(_build_lion, moments=1, scratch=lambda o, update: update.largest_part_bytes),
     "muon": OptimizerKind(_build_muon, moments=2, scratch=muon_scratch_bytes),  # one of matrices
@@ -331,6 +333,18 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
     if o.kind == "muon" and not plan.matrices:
         legal = [""] if o.matrices else ["optimizer=adamw"]
         yield format_violation("optimizer.matrices", o.matrices, "matches no matrix that is trained", legal)
+
+
+def reason_against_early_update(config: Config, plan: Plan) -> str:
+    """Return why a step's update cannot be launched before its loss and gradient norm are read, for the user; "" if it
+    can: then the device itself skips an update whose numbers are not finite."""
+    if not OPTIMIZERS[config.optimizer.kind].skips:
+        return f"optimizer={config.optimizer.kind} cannot skip an update on the device"
+    if plan.precision == "fp64":
+        return "precision=fp64 does not divide gradients on the device"
+    if config.train.ema or plan.load_dependent_routes:
+        return f"{'train.ema' if config.train.ema else 'model.balance'} changes numbers beside the optimizer's"
+    return "" if config.optimizer.early == "auto" else "optimizer.early=off"
 
 
 def update_granularity(o: Optimizer) -> str:

@@ -13,7 +13,7 @@ from platform.config.extensions import flatten_own_settings
 from platform.config.fields import Compose, Config
 from platform.config.groups import AUTO
 from platform.model import build_model
-from platform.optimizer.optimizers import count_state_numbers
+from platform.optimizer.optimizers import count_state_numbers, reason_against_early_update
 from platform.plan.accelerators import nominal_memory
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
@@ -108,7 +108,8 @@ def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     if not time:
         return []
     name, seconds = max(time["parts"].items(), key=lambda pair: pair[1])
-    return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step"]
+    late = [f"each update waits for its loss to be read: {time['late']}"] if time.get("late") else []
+    return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step", *late]
 
 
 def _describe_limit(plan: Plan, name: str) -> str:
@@ -292,5 +293,6 @@ def _explain_step_time(
         "parts": step.seconds_by_part,
         "mfu": step.mfu,
         "speed": step.device_flops,
+        "late": reason_against_early_update(config, plan) if device_kind(config) == "cuda" else "",
         "days": {"tokens": tokens, "days": step.training_days(tokens)},
     }

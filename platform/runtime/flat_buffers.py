@@ -365,7 +365,7 @@ class FlatBucket:
         optimizer to update in their place, each with the names of its parameters. Later gradients are the leaves'."""
         joined: list[tuple[int, int, list[str]]] = []
         begin = self.masters.storage_offset()
-        ordered = sorted((w.storage_offset() - begin, n) for n in names if (w := self.master[n]).numel())
+        ordered = sorted((int(w.storage_offset() - begin), n) for n in names if (w := self.master[n]).numel())
         for start, name in ordered:
             end = start + self.master[name].numel()
             if joined and joined[-1][1] == start:

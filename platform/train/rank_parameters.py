@@ -190,8 +190,8 @@ class RankWeights:
             updated.grad = None
 
     def join_adjacent_parameters(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return an optimizer's groups of parameters with flat tensors in place of those that lie one after another:
-        tens of tensors for hundreds, with the same numbers if each element is updated by itself."""
+        """Return an optimizer's groups with one flat tensor for parameters that lie one after another in memory: tens
+        for hundreds, with the same numbers if each element is updated by itself."""
         joined_groups = []
         for group in groups:
             names, tensors = set(group["names"]), []
@@ -209,8 +209,7 @@ class RankWeights:
         return {id(tensor): tensor for tensor, _ in self.updated.values()}
 
     def part_of_parameter(self, name: str, whole: Tensor) -> Tensor:
-        """Return the part of `whole` (a gradient, a moment), laid out as what the optimizer updates, that belongs to a
-        parameter."""
+        """Return a parameter's part of `whole`, a gradient or moment laid out as what the optimizer updates."""
         (updated, start), w = self.updated[name], self.master[name]
         return whole if updated is w else whole[start : start + w.numel()].view(w.shape)
 

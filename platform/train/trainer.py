@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite, nan, sqrt
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from platform.config.ramps import find_sequence_length, list_remaining_lengths, 
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
-from platform.optimizer.optimizers import OPTIMIZERS
+from platform.optimizer.optimizers import OPTIMIZERS, reason_against_early_update
 from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
@@ -41,6 +41,15 @@ from platform.train.stage_passes import PipelineOf, StagePasses, compute_loss_di
 
 TIMED = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")  # by the clock
 SECTIONS = (*TIMED, "other")  # which is the rank's time in a step outside of all these
+
+
+class StepSums(NamedTuple):
+    """Sums of a step over all ranks, which the device may not have computed yet. `shared`: loss and squared gradient
+    norm, then loads of the `lending_layers`; `counts`: this rank's counts of experts' tokens."""
+
+    shared: Tensor
+    counts: Sequence[Tensor]
+    lending_layers: Sequence[str]
 
 
 class Trainer:
@@ -80,6 +89,8 @@ class Trainer:
         self.optimizer = self._rank.optimizer
         self._counted = grad_norm_slices(self.stage, communicator.coordinates)
         self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
+        is_host = communicator.device.type == "cpu"  # which launches nothing
+        self.updates_early = not is_host and not reason_against_early_update(config, plan)
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = SectionClock(communicator.device, detailed=self.aligned)
@@ -129,14 +140,21 @@ class Trainer:
         watched = ActivationWatch(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None
         passes.ops.watched, passes.ops.routed = watched, {}
         with clock.time_section("step"):
-            loss, norm = self.compute_gradients(step)
+            lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
+            sums, share = self._reduce_gradients(step)
             sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
+            if early := self.updates_early and verify is None:
+                with clock.time_section("optimizer"):
+                    self._update_unless_skipped(sums.shared, share, lr, limit)
             with clock.time_section("reduce"):
+                loss, norm = self._read_loss_and_norm(sums, share)
                 differences = verify() if verify else Differences()
             skipped = bool(differences) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
-            with clock.time_section("optimizer"):
-                lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
-                self.weights.drop_gradients() if skipped else self._update_weights(norm, lr)
+            with clock.time_section("optimizer") if not early else nullcontext():
+                if skipped:
+                    self.weights.drop_gradients()
+                elif not early:
+                    self._update_weights(norm, lr)
         scale, overflowed = self.loss_scale, not differences and self._update_loss_scale(loss, norm, skipped)
         samples, reading = step_sample_range(self.config.train, step), clock.take_section_times()
         return StepReport(
@@ -171,8 +189,7 @@ class Trainer:
         self.clock.take_section_times()
 
     def _update_loss_scale(self, loss: float, norm: float, skipped: bool) -> bool:
-        """Set the fp16 loss scale for the next training step, if there is one. Return True if it was too large in this
-        step, by its loss and gradient norm. `skipped`: True if the step updated nothing."""
+        """Set the next step's fp16 loss scale, if any; return True if it was too large in this one."""
         scale, rules = self.loss_scale, self.config.loss_scale
         overflowed = scale is not None and scale.has_overflowed(loss, norm, rules)
         if scale and (overflowed or not skipped):
@@ -183,6 +200,13 @@ class Trainer:
         """Compute this rank's part of the gradient of the global mean loss in training step `step` into
         `weights.gradients`: reduced over the ranks, but not yet clipped, and times the loss scale. Return the loss and
         the whole gradient's 2-norm, both global and without the loss scale."""
+        sums, share = self._reduce_gradients(step)
+        with self.clock.time_section("reduce"):
+            return self._read_loss_and_norm(sums, share)
+
+    def _reduce_gradients(self, step: int) -> tuple[StepSums, float]:
+        """Compute and reduce this rank's gradients of training step `step` into `weights.gradients`; return the step's
+        sums over all ranks, which the device may not have yet, and the divisor of the loss."""
         loss, share = self._run_forward_backward(step)
         with self.clock.time_section("reduce"):
             reduced = self.weights.finish_reductions()
@@ -190,8 +214,12 @@ class Trainer:
             self.weights.set_gradients(reduced)
             squares = flat_buffers.local_squared_norm(self.communicator, self._counted, reduced)
             self.settle()
-            total, square, *routed = self._sum_over_world(loss, squares + self._poison, counted=True)
-            self._routed = list(map(int, routed))
+            return self._sum_over_world(loss, squares + self._poison, counted=True), share
+
+    def _read_loss_and_norm(self, sums: StepSums, share: float) -> tuple[float, float]:
+        """Wait for the device; return the step's global loss, a sum divided by `share`, and the gradient's 2-norm."""
+        total, square, *routed = self._read_sums(sums)
+        self._routed = list(map(int, routed))
         return total / share, sqrt(square) / self._loss_factor
 
     def _run_forward_backward(self, step: int) -> tuple[Tensor, float]:
@@ -275,7 +303,7 @@ class Trainer:
         """Return the factor on the loss before a training step's backward pass: the fp16 loss scale, else 1."""
         return self.loss_scale.scale if self.loss_scale else 1.0
 
-    def _sum_over_world(self, loss: Tensor, squares: Tensor, counted: bool = False) -> list[float]:
+    def _sum_over_world(self, loss: Tensor, squares: Tensor, counted: bool = False) -> StepSums:
         """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks;
         return both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads
         of balanced layers are summed into `_loads`."""
@@ -289,24 +317,43 @@ class Trainer:
         self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
         counts = [sum(routed_counts[1:], routed_counts[0]).flatten()] if routed_counts else []
         lends = bool(loads and self.plan.scheme.lent)
-        shared_sums = sums[: len(sums) if lends else 2]
-        totals = self.communicator.read_numbers(torch.cat([shared_sums, *counts]) if counts else shared_sums)
-        if lends:
-            self.communicator.lent = lent_by_layer(list(loads), totals[2 : len(shared_sums)], self.plan.scheme)
-        return totals[:2] + totals[len(shared_sums) :]
+        return StepSums(sums[: len(sums) if lends else 2], counts, list(loads) if lends else [])
 
-    def _update_weights(self, norm: float, lr: float) -> None:
-        """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
-        gradients clipped to optimizer.clip. `norm`: the whole gradient's 2-norm, without the loss scale."""
-        clip = self.config.optimizer.clip
-        factor = (clip / (norm + 1e-6) if clip and norm > clip else 1.0) / self._loss_factor
+    def _read_sums(self, sums: StepSums) -> list[float]:
+        """Wait for the device; return a step's sums without the loads, by which experts are lent from now on."""
+        shared, counts, lending_layers = sums
+        totals = self.communicator.read_numbers(torch.cat([shared, *counts]) if counts else shared)
+        if lending_layers:
+            self.communicator.lent = lent_by_layer(lending_layers, totals[2 : len(shared)], self.plan.scheme)
+        return totals[:2] + totals[len(shared) :]
+
+    def _update_unless_skipped(self, sums: Tensor, share: float, lr: float, limit: float) -> None:
+        """Launch the update before the host knows the step's `sums`; the device skips it as `step` says."""
         optimizer: Any = self.optimizer
-        if factor != 1.0 and self._divides:
-            optimizer.grad_scale = torch.full((), 1 / factor, device=self.communicator.device)
-        elif factor != 1.0 and (
-            gradients := [w.grad for w in self.weights.updated_tensors.values() if w.grad is not None]
+        loss = sums[0] / share + 0 * sums[:2].sum()  # NaN if either is not finite
+        optimizer.found_inf = (loss <= limit).logical_not().float()
+        norm = sums[1].sqrt()
+        self._update_weights(norm if self._loss_factor == 1 else norm / self._loss_factor, lr)
+        optimizer.found_inf = None
+
+    def _update_weights(self, norm: float | Tensor, lr: float) -> None:
+        """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
+        gradients clipped to optimizer.clip. `norm`: the whole gradient's 2-norm, without the loss scale; a tensor where
+        the host does not know it yet."""
+        clip, optimizer = self.config.optimizer.clip, cast(Any, self.optimizer)
+        divisor: float | Tensor = self._loss_factor
+        if clip:
+            ratio = (norm + 1e-6) / clip
+            divisor = ratio.clamp(min=1) if isinstance(ratio, Tensor) else max(1.0, ratio)
+            divisor = divisor if self._loss_factor == 1 else divisor * self._loss_factor
+        if isinstance(divisor, Tensor):
+            optimizer.grad_scale = divisor.float()
+        elif divisor != 1.0 and self._divides:
+            optimizer.grad_scale = torch.full((), divisor, device=self.communicator.device)
+        elif divisor != 1.0 and (
+            gradients := [x for w in self.weights.updated_tensors.values() if (x := w.grad) is not None]
         ):
-            torch._foreach_mul_(gradients, factor)  # none where a shard is padding alone
+            torch._foreach_mul_(gradients, 1 / divisor)  # none where a shard is padding alone
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         optimizer.step()
@@ -330,7 +377,7 @@ class Trainer:
         for first in range(0, end, passes.batch):
             PROGRESS.note_call_progress(first, end)
             total += passes.evaluate_microbatch(self.rows.forward, split, first, end)
-        loss, _ = self._sum_over_world(total, torch.zeros_like(total))
+        loss, _ = self._read_sums(self._sum_over_world(total, torch.zeros_like(total)))
         return loss / max(1, self.corpus.predicted(split, 0, end))
 
 

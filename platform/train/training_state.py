@@ -233,8 +233,7 @@ class RankTrainingState:
         return torch.zeros_like(w, requires_grad=False)
 
     def _optimizer_state(self, name: str) -> dict[str, Any]:
-        """Return the optimizer's state of what it updates with a parameter in it: name -> moment (a tensor) or
-        number."""
+        """Return the optimizer's state of what it updates with this parameter in it: name -> moment or number."""
         return self._trainer.optimizer.state[self._trainer.weights.updated[name][0]]
 
 

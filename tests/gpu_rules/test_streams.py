@@ -347,6 +347,17 @@ def card() -> Iterator[Recorder]:
         yield recorder
 
 
+def test_an_update_is_launched_before_anything_is_read():
+    """Of the step, and its new compute copies and gathers too; with optimizer.early=off nothing is."""
+    for early, settings in ((True, {}), (False, {"optimizer.early": "off"})):
+        with followed(recorder := Recorder(), Case({**TWO, "zero": 1}, settings=settings)) as (trainer, _):
+            trainer.step(1)
+        launched = [note.what for note in recorder.notes if isinstance(note, Work)]
+        update = next(i for i, what in enumerate(launched) if what.startswith("_fused_adamw"))
+        gather = next(i for i, what in enumerate(launched) if what == "all_gather" and i > update)
+        assert (update < gather < launched.index("read")) == early and launched.count("read") == 1
+
+
 def beside(work: Callable[[torch.Tensor], object], *, before: bool = True, after: str = "") -> list[str]:
     """What races where a second stream does `work` on a tensor that the first has made and will change. `before`: it
     waits for the first; `after`: how the first waits for it."""

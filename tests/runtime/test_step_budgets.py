@@ -23,11 +23,13 @@ from tests.harness.oracle import configure
 FOUR = ["parallel.data=4"]
 # command line -> bytes that an update moves per element that a rank updates
 UPDATES = {
-    "adamw": ([], 28),  # weight, both moments: read and written; gradient: read
+    "adamw": (["optimizer.clip=0"], 28),  # weight, both moments: read and written; gradient: read
     "adamw, clipped": (["optimizer.clip=0.5"], 28 + 4),  # torch's kernels write what they have divided
-    "sgd": (["optimizer=sgd"], 20),
+    "adamw, late": (["optimizer.clip=0", "optimizer.early=off"], 28),
+    "adamw, late, clipped": (["optimizer.clip=0.5", "optimizer.early=off"], 28 + 4),
+    "sgd": (["optimizer=sgd", "optimizer.clip=2"], 20),
     "sgd, clipped": (["optimizer=sgd", "optimizer.clip=0.5"], 20 + 4),
-    "lion": (["optimizer=lion"], 52),  # in five launches, of which the floor is 20
+    "lion": (["optimizer=lion", "optimizer.clip=2"], 52),  # in five launches, of which the floor is 20
     "lion, clipped": (["optimizer=lion", "optimizer.clip=0.5"], 52 + 8),
 }
 SHARDS = {"whole": [], "data": FOUR, **{f"zero {n}": [*FOUR, f"parallel.zero={n}"] for n in (1, 2, 3)}}
@@ -69,6 +71,11 @@ def budget_of(name: str, trainer: Trainer) -> dict[str, tuple[int, int]]:
         kernels = 5 * lists(trainer) + clips  # all gradients are multiplied first
     elif clips:  # the factor is a number on the device, which each launch reads
         kernels, nbytes = kernels + 1, nbytes + 4 + 4 * groups
+    if name.startswith("adamw") and "late" not in name:
+        # eight launches say whether it is to be skipped, whose word each kernel reads and takes off the counts of steps
+        kernels, nbytes = kernels + 8 + groups, nbytes + 112 + 4 * groups + parts * (8 + 4)
+        if clips:  # four make the factor, in place of one
+            kernels, nbytes = kernels + 4 - 1, nbytes + 60 - 4
     return {"reduce": known["norm"], "optimizer": (kernels + copies, nbytes + copied)}
 
 
@@ -106,14 +113,14 @@ def test_compute_weights_in_fp32_are_their_masters_or_shards_of_the_gathered_buf
     trainer, sections = of_an_update(composed("precision=fp32", *SHARDS[shards]))
     _, nbytes = of_types(trainer)["refresh"]
     assert nbytes == each * sum(flat.masters.numel() for flat in trainer.weights.buckets)
-    assert found_in(sections) == budget_of("adamw", trainer)
+    assert found_in(sections) == budget_of("adamw, clipped", trainer)
 
 
 def test_a_deeper_model_launches_no_more_but_for_its_buckets():
     """10 layers more."""
     found = {}
     for layers in (2, 12):
-        c = composed()
+        c = composed("optimizer.early=off", "optimizer.clip=0")
         c.model.layers = layers
         trainer, sections = of_an_update(c)
         copies, _ = of_types(trainer)["refresh"]

@@ -95,7 +95,7 @@ def test_clipping_follows():
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh))
     gradient = {n: torch.full_like(w, 1e25, requires_grad=False) for n, w in trainer.weights.master.items()}
-    for n, (updated, _) in trainer.weights.updated.items():
+    for updated in trainer.weights.updated_tensors.values():
         updated.grad = torch.full_like(updated, 1e25, requires_grad=False)
     norm = 1e25 * sqrt(sum(g.numel() for g in gradient.values()))
     after = {}
