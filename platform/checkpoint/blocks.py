@@ -226,7 +226,8 @@ def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[H
     ranks_per_stage = plan.mesh.world_size // plan.num_stages  # ranks of a stage, which follow each other
     coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
     held_tensors, known_layouts = [], {}
-    for p in plan.parameters:
+    # in the order of the buckets' memory, so that neighbours are copied together
+    for p in (p for bucket in plan.buckets for p in bucket.parameters):
         bucket, (first, *others) = plan.bucket_by_parameter[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, on the ranks of their own stages
         before = () if plan.uneven_parameters.isdisjoint(q.name for q in bucket.parameters) else bucket.block_key

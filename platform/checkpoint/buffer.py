@@ -8,7 +8,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,27 +26,48 @@ Messages = Sequence[tuple[int, Tensor]]  # what ranks send each other: (peer, ui
 Places = list[tuple[Share, int, int]]  # parts of global tensors, and where each begins and ends in a buffer
 
 
+class LiveStretch(NamedTuple):
+    """Stretch of live memory, and where its copy begins and ends in a buffer."""
+
+    live: Tensor
+    at: int
+    end: int
+
+    def join_next(self, following: LiveStretch) -> LiveStretch | None:
+        """Return this stretch with the `following` one, where this goes on in both memories; None where not."""
+        x, y = self.live, following.live
+        goes_on = x.untyped_storage()._cdata == y.untyped_storage()._cdata and self.end == following.at
+        goes_on &= x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+        if not goes_on or x.storage_offset() + x.numel() != y.storage_offset():
+            return None
+        both = x.as_strided((x.numel() + y.numel(),), (1,), x.storage_offset())
+        return LiveStretch(both, self.at, following.end)
+
+
 class LiveBlocks(list[Block]):
     """Blocks of a process's live tensors that buffers are filled from again and again, while they are these tensors."""
 
     def __init__(self, blocks: Iterable[Block]):
         """Collect the blocks of a process's live tensors, of which checkpoints and snapshots are filled."""
         super().__init__(blocks)
-        self._known: list[tuple[Places, list[Tensor]]] = []
+        self._known: list[tuple[Places, list[LiveStretch]]] = []
 
-    def view_parts(self, places: Places) -> list[Tensor]:
-        """Return the parts of global tensors in a checkpoint's buffer, listed as `places` (part, first byte, last), as
-        views of the live tensors; they are looked up only at the first call for these very `places`."""
-        if (part_views := next((parts for asked, parts in self._known if asked is places), None)) is None:
+    def view_stretches(self, places: Places) -> list[LiveStretch]:
+        """Return the live memory of the parts of global tensors in a buffer, listed as `places` (part, first byte,
+        last): parts that lie one after another in both memories as one stretch. They are looked up only at the first
+        call for these very `places`."""
+        if (stretches := next((known for asked, known in self._known if asked is places), None)) is None:
             blocks_by_name: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
             for name, box, tensor in self:
                 blocks_by_name[name].append((box, tensor))
-            part_views = []
-            for (held, box), _, _ in places:
+            stretches = []
+            for (held, box), at, end in places:
                 outer, tensor = next((b, t) for b, t in blocks_by_name[held.name] if b.intersect_box(box) == box)
-                part_views.append(tensor[box.relative_slices(outer)])
-            self._known.append((places, part_views))
-        return part_views
+                stretch = LiveStretch(tensor[box.relative_slices(outer)].detach(), at, end)
+                joined = stretches[-1].join_next(stretch) if stretches else None
+                stretches[-1:] = [joined] if joined else [*stretches[-1:], stretch]
+            self._known.append((places, stretches))
+        return stretches
 
 
 class HostBuffer:
@@ -97,12 +119,9 @@ class HostBuffer:
         """Copy every part of this checkpoint's buffer out of live tensors `blocks`; without waiting if it is pinned."""
         if self.places:
             live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
-            torch._foreach_copy_(self._part_targets, live.view_parts(self.places), non_blocking=self._pinned)
-
-    @cached_property
-    def _part_targets(self) -> list[Tensor]:
-        """List the memory of every part of this checkpoint's buffer as a tensor of its type and shape, in order."""
-        return [self.data[at:end].view(DTYPES[held.dtype]).view(box.extent) for (held, box), at, end in self.places]
+            stretches = live.view_stretches(self.places)
+            targets = [self.data[at:end].view(live.dtype).view(live.shape) for live, at, end in stretches]
+            torch._foreach_copy_(targets, [live for live, _, _ in stretches], non_blocking=self._pinned)
 
     def view_part(self, part: Share) -> Tensor | None:
         """Return a view of the bytes of a tensor's `part` in this checkpoint's buffer, uint8 [*extent, bytes of an

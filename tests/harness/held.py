@@ -42,7 +42,7 @@ def check_held(trainer: Trainer) -> None:
         assert sorted(real) == sorted(said), f"rank {rank} holds other blocks of {held.name} than the plan says"
     assert not boxes, f"rank {rank} holds {sorted(boxes)}, which the plan does not know"
     parts = [part for chain in join_chains(state.held, rank) for part in chain.blocks]
-    blocks.view_parts(
+    blocks.view_stretches(
         [(part, 0, 0) for part in (*parts, *list_written_parts(state.held, rank))]
     )  # a snapshot's and a checkpoint's
 

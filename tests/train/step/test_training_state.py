@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from platform.checkpoint.blocks import join_chains
+from platform.checkpoint.buffer import HostBuffer
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from platform.train.training_state import RankTrainingState
 from tests.harness.memories import opened, take
-from tests.harness.oracle import configure, trainer_of
+from tests.harness.oracle import MODELS, configure, trainer_of
+from tests.harness.threads import run_threads
 
 
 def test_snapshots_follow_what_an_optimizer_puts_in_a_moment_s_place():
@@ -35,3 +39,27 @@ def test_snapshots_follow_what_an_optimizer_puts_in_a_moment_s_place():
             ]
             held = memory.find_snapshot(4).own_buffer.data[at:end].view(torch.float64).view(part.box.extent)
             assert torch.equal(held, wanted[kind][tuple(map(slice, part.box.extent))]), (kind, name)
+
+
+@pytest.mark.parametrize("plan", [{}, {"data": 2, "zero": 1}, {"data": 2, "zero": 3, "tensor": "1d", "axes": {"t": 2}}])
+def test_neighbours_in_memory_are_copied_together(plan):
+    """Tens of copies for hundreds of parts, into the same places as each by itself."""
+    c = configure(**{**MODELS["gpt"], **plan, "layers": 6})
+    planned = make_plan(c)
+
+    def work(communicator):
+        trainer = trainer_of(c, planned, communicator)
+        state = RankTrainingState(trainer)
+        trainer.step(1)
+        parts = [part for chain in join_chains(state.held, communicator.rank) for part in chain.blocks]
+        together, apart = (HostBuffer.build_aligned(parts) for _ in range(2))
+        together.fill_parts(state.live_blocks())
+        for part, at, end in apart.places:  # none has a neighbour
+            alone = HostBuffer([part])
+            alone.fill_parts(state.live_blocks())
+            apart.data[at:end] = alone.data
+        assert torch.equal(together.data, apart.data)
+        return len(parts), len(state.live_blocks().view_stretches(together.places)), len(trainer.weights.buckets)
+
+    for parts, stretches, buckets in run_threads(planned.mesh, work):
+        assert 2 * stretches < parts, f"{buckets} buckets"
