@@ -99,7 +99,9 @@ def _compile_graph(function: TracedFunction, arguments: Sequence[Tensor]) -> Cal
         kernels.append(fx.compile_fx_inner(*graph, **how))
         return kernels[-1]
 
-    compiled_function = fx.compile_fx(function.graph, list(arguments), inner_compile=keep_kernels)
+    # a graph is looked up by the shapes and strides of its arguments, so it need not check them in each call
+    with import_module("torch._inductor").config.patch(size_asserts=False):
+        compiled_function = fx.compile_fx(function.graph, list(arguments), inner_compile=keep_kernels)
     signatures = [_compilation_key_of_argument(x) for x in compiled_function(*arguments)]
     if signatures != [_compilation_key_of_argument(x) for x in kernels[-1](list(arguments))]:
         return compiled_function
