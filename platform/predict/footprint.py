@@ -284,14 +284,16 @@ def predict_footprint(
     device: str = "cpu",
     scratch: int = 0,
     measured: Measured | None = None,
+    compiles: str = "",
 ) -> Footprint:
     """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
     in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
     and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
     kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update; `measured`: passes of other stages
-    with the same arguments, to which this one's are added."""
+    with the same arguments, to which this one's are added; `compiles`: the argument of MemoryMeter."""
     at = {**plan.mesh.rank_coordinates(0), "stage": stage}
-    walk = _MemoryWalk(plan.stage_part(stage), model, at, dropout, device, {} if measured is None else measured)
+    stage_plan, known = plan.stage_part(stage), {} if measured is None else measured
+    walk = _MemoryWalk(stage_plan, model, at, dropout, device, compiles, known)
     sizes = weight_bytes(plan, moments, at)
     gradients, activations, working, live = walk.walk_row(list(row), scratch)
     host = sum(size * n for size, n in walk.most_left.items())
@@ -304,10 +306,18 @@ class _MemoryWalk:
     forward passes keep; `held`: bytes by (what, chunk, microbatch that use it), buffers of sends apart."""
 
     def __init__(
-        self, plan: Plan, model: RecordableModel, at: Mapping[str, int], dropout: float, device: str, measured: Measured
+        self,
+        plan: Plan,
+        model: RecordableModel,
+        at: Mapping[str, int],
+        dropout: float,
+        device: str,
+        compiles: str,
+        measured: Measured,
     ):
         """Begin a memory forecast of one stage's schedule row, on the worker at mesh coordinates `at`."""
         self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
+        self.compiles = compiles
         self.kept = self.gradients = self.live = self.standing = 0
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
@@ -374,7 +384,7 @@ class _MemoryWalk:
             self._likeness[chunk] = chunk_likeness(self.plan, layout, [self.plan.buckets[n] for n in bucket_numbers])
         begun = (frozenset(bucket_numbers[n] for n in numbers) for numbers in (summed, reduced))
         if (key := (self._likeness[chunk], self.splits, *begun)) not in self._alike:
-            meter = MemoryMeter(self.plan, self.dropout, self.at, self.device)
+            meter = MemoryMeter(self.plan, self.dropout, self.at, self.device, compiles=self.compiles)
             measured = measure_passes(
                 meter, self.model, layout, splits_weight_gradients=self.splits, summed=summed, reduced=reduced
             )

@@ -24,7 +24,7 @@ from platform.plan.operations.op import Value
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action
 from platform.plan.simulate import lower_schedule
-from platform.plan.step_collectives import count_communicators, resolve_auto_kernels
+from platform.plan.step_collectives import count_communicators, may_compile, resolve_auto_kernels
 from platform.predict.choose_schedule import build_generation_model, build_short_schedule
 from platform.predict.footprint import Footprint, Measured, predict_footprint, weight_bytes
 from platform.predict.meter import MemoryMeter
@@ -160,21 +160,23 @@ class TrainingForecast:
         return lower_schedule(build_short_schedule(self.config, self.config.parallel.data, self.plan.microbatches))
 
     @cached_property
-    def _plans_by_length(self) -> list[tuple[Plan, RecordableModel, Measured]]:
-        """Return for each length the plan as its device runs it, the model, and the passes that were measured."""
+    def _plans_by_length(self) -> list[tuple[Plan, RecordableModel, str, Measured]]:
+        """Return by length and `compiles` the plan as its device runs it, the model, and measured passes."""
         dropout, lengths = self.config.model.dropout, self.plan.plans_of_lengths
         configs = (fix_sequence_length(self.config, length_plan.sizes["length"]) for length_plan in lengths)
         plans = [resolve_auto_kernels(length_plan, self.device, dropout) for length_plan in lengths]
         models = (build_model(config.model) for config in configs)
-        return [(length_plan, model, {}) for length_plan, model in zip(plans, models, strict=True)]
+        pairs, compiled = zip(plans, models, strict=True), list_compiled(self.config)
+        return [(*pair, compiles, {}) for pair in pairs for compiles in compiled]
 
     def predict_stage(self, stage: int) -> Footprint:
         """Return the predicted memory of one worker of a stage."""
         moments, dropout = count_state_numbers(self.config), self.config.model.dropout
-        scratch, row = _count_scratch_bytes(self.config, self.plan, stage), self._schedule_rows[stage]
+        how = dropout, self.device, _count_scratch_bytes(self.config, self.plan, stage)
+        row = self._schedule_rows[stage]
         stage_footprints = (
-            predict_footprint(length_plan, model, row, stage, moments, dropout, self.device, scratch, measured)
-            for length_plan, model, measured in self._plans_by_length
+            predict_footprint(length_plan, model, row, stage, moments, *how, measured, compiles)
+            for length_plan, model, compiles, measured in self._plans_by_length
         )
         return max(stage_footprints, key=lambda f: f.total_bytes)
 
@@ -220,6 +222,13 @@ def device_kind(config: Config) -> str:
     """Return the kind of device (cpu, cuda) to plan for: GPUs if the run asks for them, or names their type."""
     cluster = config.cluster
     return cluster.device if cluster.device != "auto" else "cuda" if cluster.gpu else "cpu"
+
+
+def list_compiled(config: Config) -> list[str]:
+    """Return every `compiles` of a MemoryMeter that steps of a configuration have, that of most steps first."""
+    compiles = may_compile(config.train.compile, device_kind(config))
+    # steps that follow activations run no block as one function
+    return ["blocks", *["functions"] * (config.monitor.layers > 0)] if compiles else [""]
 
 
 def weight_bytes_by_stage(config: Config, plan: Plan) -> list[int]:

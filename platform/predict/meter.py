@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,24 +35,42 @@ from platform.plan.operations.op import (
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
 from platform.plan.rule import JOIN, LENDING, VANISH, Conversion, RelayoutStep
+from platform.plan.step_collectives import compiles_whole_blocks
 
 
 class MemoryMeter(Ops):
     """Meter of one worker's memory: creates storages that only count bytes in `ledger` and converts their layouts, as
     the worker at mesh coordinates `at` would. `tape`: recorded operations, for the backward pass; `leaves`: gradients
     of parameters; `deferred`: pending computations of weight gradients, None unless the schedule splits them off;
-    `device`: kind of the worker's (cpu, cuda).
+    `device`: kind of the worker's (cpu, cuda); `compiles_functions`: it compiles (train.compile); `wholly`: the
+    operation under way lies in a block that is compiled as one function.
 
     A tensor without elements stands for an absent block; operations pass it on.
     """
 
     plan: Plan
 
-    def __init__(self, plan: Plan, dropout: float, at: Mapping[str, int], device: str = "cpu", *, ahead: bool = True):
+    def __init__(
+        self,
+        plan: Plan,
+        dropout: float,
+        at: Mapping[str, int],
+        device: str = "cpu",
+        *,
+        ahead: bool = True,
+        compiles: str = "",
+    ):
         """Construct the memory meter of the worker at mesh coordinates `at`; `device`: cpu or cuda, `dropout`: its
-        rate, `ahead`: parameters are gathered one matrix product ahead, see `Ahead`."""
+        rate, `ahead`: parameters are gathered one matrix product ahead, see `Ahead`; `compiles`: "functions" if small
+        functions are compiled (train.compile), "blocks" if whole blocks are too, where they can be."""
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.device = device
+        self.compiles_functions, self.wholly = bool(compiles), False
+        how = plan, device, dropout
+        self._compiles_blocks = [
+            compiles == "blocks" and compiles_whole_blocks(*how, splits_weight_gradients=splits)
+            for splits in (False, True)
+        ]
         self.ledger, self.tape = Ledger(), MeterTape()
         self.leaves = LeafGradients()
         self.deferred: list[Callable[[], None]] | None = None
@@ -325,12 +344,38 @@ class MemoryMeter(Ops):
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
+        if kind == "full" and self._compiles_blocks[self.deferred is not None]:
+            function = partial(self._count_compiled_block, function)
         if kind == "full":
             outputs = self._count_recomputed(kind, function, spec, self._enter_span(x), *more)
             if isinstance(outputs, tuple):
                 return (self._enter_span(outputs[0]), *outputs[1:])
             return self._enter_span(outputs)
         return self._count_recomputed(kind, function, spec, x, *more)
+
+    def _count_compiled_block(self, function: Callable[..., Value], *arguments: Value | None) -> Value:
+        """Count the memory of a block, `function`, that is compiled as one function, forward and backward: what it
+        keeps is there until its backward pass ends, and so are all gradients that this makes."""
+        present, outside = [x for x in arguments if x], (self.tape, self.grad)
+        self.tape, self.grad, self.wholly = MeterTape(), True, True
+        out, tape = function(*arguments), self.tape
+        (self.tape, self.grad), self.wholly = outside, False
+
+        def backward(gs: Gradients, _: Saved) -> Gradients:
+            """Count the memory of the block's backward pass; return the gradients of its arguments."""
+            (gradient,) = gs
+            gradients, leaves = {out.key: gradient} if gradient else {}, self.leaves
+            self.leaves = block_gradients = _BlockGradients()
+            self.wholly = True
+            tape.run_backward(gradients, block_gradients)
+            self.leaves, self.wholly = leaves, False
+            for name, computed in block_gradients.computed:
+                if not leaves.adds_in_place(name):
+                    leaves.setdefault(name, computed)
+            return [gradients.get(x.key) for x in present]
+
+        self.note_operation([out], present, tuple(tape.distinct_saved_storages()), backward)
+        return out
 
     def _count_recomputed(self, kind, function, spec, x, *more):
         """Count the memory of function(x, *more), run again in the backward pass if this `kind` is recomputed."""
@@ -377,6 +422,19 @@ class MemoryMeter(Ops):
         self.left[elements * self.plan.itemsize["compute"]] += 1
         self._last = OffloadedActivation(lambda: self.new(elements), self._last)
         return self._last
+
+
+class _BlockGradients(LeafGradients):
+    """Takes the gradients of parameters in the backward pass of a compiled block, which returns all of them at once:
+    `computed`, by name."""
+
+    def __init__(self) -> None:
+        """Begin with no gradient."""
+        self.computed: list[tuple[GradientKey, MeteredStorage]] = []
+
+    def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
+        """Keep a parameter's gradient until the block's backward pass ends."""
+        self.computed.append((name, gradient))
 
 
 UNDER_WAY = 2  # reductions of ZeRO-2 and 3 whose buffers are kept

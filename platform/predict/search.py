@@ -40,7 +40,7 @@ from platform.predict.estimate import (
 from platform.predict.footprint import Passes, measure_passes, state_elements
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
-from platform.predict.memory_budget import MemoryForecast, device_kind
+from platform.predict.memory_budget import MemoryForecast, device_kind, list_compiled
 from platform.predict.meter import MemoryMeter
 from platform.predict.price import StepPrice
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, read_bucket_size, step_price
@@ -450,7 +450,8 @@ def meter_passes(config: Config, recompute: str) -> PassBytes | None:
             return None
         device, dropout, model = device_kind(c), c.model.dropout, build_model(c.model)
         plan = resolve_auto_kernels(plan, device, dropout)
-        meters = [MemoryMeter(plan, dropout, plan.mesh.rank_coordinates(0), device) for _ in range(2)]
+        at, compiles = plan.mesh.rank_coordinates(0), list_compiled(c)[0]
+        meters = [MemoryMeter(plan, dropout, at, device, compiles=compiles) for _ in range(2)]
         chunk, splits = plan.chunks[0], (False, True)
         by_depth.append([
             measure_passes(meter, model, chunk, splits_weight_gradients=split)

@@ -30,6 +30,7 @@ from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from platform.plan.model_types import AUTO
+from platform.plan.step_collectives import may_compile
 from platform.runtime.progress import PROGRESS
 
 BACKEND = "inductor"
@@ -150,11 +151,6 @@ def reason_uncompiled(choice: str, device: str) -> str:
     (cpu, cuda) under the key train.compile=`choice`: "" if it compiles them. `auto` compiles on GPUs alone: on CPU the
     seconds of compiling are longer than most runs win."""
     return _explain_why_compiler_fails(device) if may_compile(choice, device) else f"train.compile={choice}"
-
-
-def may_compile(choice: str, device: str) -> bool:
-    """Return True if train.compile=`choice` wants functions of tensors compiled by torch on `device` (cpu, cuda)."""
-    return choice == "on" or (choice == "auto" and device == "cuda")
 
 
 @cache

@@ -22,12 +22,11 @@ from platform.plan.layout import Stretch, block_shape
 from platform.plan.model_types import CROSS_ENTROPY, Parameter, Spec
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.attention import KeyValueCache
-from platform.plan.operations.fused_attention import hides_most
 from platform.plan.operations.op import Op
-from platform.plan.operations.registry import OPERATIONS, Ops
+from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
 from platform.plan.rule import Conversion
-from platform.plan.step_collectives import counts_at, counts_gradient
+from platform.plan.step_collectives import compiles_whole_blocks, counts_at, counts_gradient
 from platform.runtime import conversion as conversions
 from platform.runtime import kernels, residual
 from platform.runtime.chunked_loss import LossClasses, Targets, TokenLoss
@@ -100,24 +99,15 @@ class ParallelOps(Ops):
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
         self._blocks: dict[tuple, CompiledBlock | None] = {}  # traced, by name and arguments
-        lonely = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
-        self._wholly = lonely and not dropout and plan.recompute.kind != "selective" and not plan.frozen
-        self._wholly &= plan.mlp_chunks == 1  # whose chunks are computed twice
-        self._wholly &= all(OPERATIONS[kind].is_traceable for kind, _ in plan.operations)
-        self._wholly &= not any(self._attends_pair_by_pair(o) for o in plan.attention_operations)
+        how = plan, communicator.device.type, dropout
+        # by whether weight gradients are left for later
+        self._wholly = [compiles_whole_blocks(*how, splits_weight_gradients=splits) for splits in (False, True)]
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.locate_block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
     def bind_operation(self, op: Op) -> Callable[..., Any]:
         return op.bind_computation(self, op.run_on_blocks)
-
-    def _attends_pair_by_pair(self, attention: PlannedOperation) -> bool:
-        """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
-        o, query = attention.operation, attention.operation.inputs[0]
-        length = dict(zip(query.dims, self.plan.local_shape(query), strict=True)).get("length", 0)
-        hidden = o["begins"] or hides_most(self.communicator.device.type, length, o["window"], documents=False)
-        return bool(hidden)
 
     def _start_conversion(self, p: Parameter, conversion: Conversion) -> PendingConversion:
         """Start the collectives that convert this rank's block of a parameter to an operation's layout."""
@@ -152,8 +142,8 @@ class ParallelOps(Ops):
     def _compile_block(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
         """Return `function`, the model's block that starts at the layer `name`, compiled as one function of its
         `arguments` if every training pass computes it alike; else `function` itself."""
-        compiler, wholly = self.compiler, self._wholly and self.position.training
-        if not compiler or not wholly or self.deferred is not None or self.watched:
+        compiler, wholly = self.compiler, self._wholly[self.deferred is not None] and self.position.training
+        if not compiler or not wholly or self.watched:
             return function
         key: tuple = (name,)
         for x in arguments:

@@ -29,10 +29,11 @@ from platform.optimizer.optimizers import preload_imports
 from platform.plan.layout import Mesh
 from platform.plan.plan_data import plan_digest
 from platform.plan.simulate import StageRows
+from platform.plan.step_collectives import may_compile
 from platform.predict.choose_schedule import list_process_groups
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.runtime.compilation import may_compile, reason_uncompiled, use_deterministic_kernels
+from platform.runtime.compilation import reason_uncompiled, use_deterministic_kernels
 from platform.runtime.host_memory import HostMemory
 from platform.runtime.process_groups import connect_process_groups, leave_default_group, meet_ranks
 from platform.runtime.progress import PROGRESS

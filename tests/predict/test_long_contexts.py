@@ -24,7 +24,7 @@ def needs(*arguments: str) -> Footprint:
     return found
 
 
-@pytest.mark.parametrize(("kind", "most"), {"ring": 15.4e9, "heads": 19.1e9, "gather": 30.5e9}.items())
+@pytest.mark.parametrize(("kind", "most"), {"ring": 14.5e9, "heads": 17.7e9, "gather": 30.5e9}.items())
 def test_a_million_tokens_on_32_gpus(kind, most):
     found = needs(*OF_32, *SAVING, "cluster.gpu=H100", f"parallel.context_kind={kind}")
     assert 0.95 * most < found.total_bytes < most
@@ -81,7 +81,7 @@ def test_the_cheapest_kind_that_fits_is_chosen(how):
 def test_workers_choose_alike():
     """They know their devices, which the driver looked for after it had planned."""
     long = [*LLAMA, *SAVING, "model.length=1_000_000", "parallel.context=4", "parallel.zero=3", "cluster.gpu=H100"]
-    c = compose_config([*long, "cluster.device_memory=88.5"])
+    c = compose_config([*long, "cluster.device_memory=80"])
     before = make_plan(c)
     c.cluster.device = "cpu"
     assert make_plan(c, stage_of=[chunk.stage for chunk in before.chunks]) == before

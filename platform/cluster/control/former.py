@@ -24,9 +24,9 @@ from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_digest, plan_summary
 from platform.plan.schedule import Schedule, table
 from platform.plan.simulate import simulate, stage_rows
+from platform.plan.step_collectives import may_compile
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.tier_traffic import farthest_tiers
-from platform.runtime.compilation import may_compile
 from platform.train.state_recovery import Formation, MemorySource, find_source, take_seats
 from platform.weights.importing import open_initial_weights
 

@@ -273,7 +273,7 @@ def meter_converted_group(
         regathered_operands = ops.operands(use, group, stored, back=True)
         x = ops.relayout_forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
         ops.ahead.start_next_gathers(use, in_backward=True)
-        if joined and JOINS_GRADIENTS.get(ops.device, True):  # what is joined is read until the pass is done
+        if joined and (ops.wholly or JOINS_GRADIENTS.get(ops.device, True)):  # read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
         x_gradient = _meter_operand_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
         dx = ops.relayout_backward(x_gradient, width, group.x)

@@ -94,6 +94,8 @@ class PointwiseOp(Op):
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
         if function == "identity":
             return x[0]
+        if function.startswith("gated_") and ops.compiles_functions:
+            return ops.plain(ops.tensor(x[0].elements), x, tuple(v.storage for v in x))
         if function == "gated_clamped":
             gate, other = (ops.pointwise("silu", a) for a in x)  # clamped: the argument is kept, as by SiLU
             gate = ops.pointwise("silu", ops.plain(ops.tensor(gate.elements), [gate]))
@@ -188,7 +190,8 @@ class DropoutOp(BlockOp):
         """Count the bytes of dropout: its result, and the random integers that draw one piece of the mask."""
         if not ops.dropout_rate:
             return x
-        drawn = 2 * min(x.elements, _PIECE)  # the states of the random numbers of a piece, before and after a shift
+        # the states of the random numbers of a piece, before and after a shift
+        drawn = 0 if ops.compiles_functions else 2 * min(x.elements, _PIECE)
         out = ops.block(spec)
         ops.integers(drawn)
         return ops.plain(out, [x], (), drawn, INTEGER)
@@ -235,6 +238,12 @@ class ResidualOp(Op):
         if not drawing:
             return self.compose_operation(ops, name, x, y, spec)
         return ops.kernels.residual.apply_residual(x, y, drawing, ops.compile_function)
+
+    def meter_memory(self, ops, name, x, y, spec) -> Value:
+        """Count the memory of the residual sum; of dropout, in one kernel if compiled, only the gradient of y."""
+        if not (ops.compiles_functions and ops.dropout_rate) or ops.absent(x):
+            return self.compose_operation(ops, name, x, y, spec)
+        return ops.pointwise("add", x, ops.plain(Value(None, y.elements), [y]))
 
 
 class ResidualNormOp(Op):
@@ -283,7 +292,12 @@ class MlpOp(Op):
     def meter_memory(self, ops, function, x, spec, inner, hidden, biases, down, out, bias, counts=None) -> Value:
         """Count the memory of a feed-forward layer whose hidden rows are there a chunk at a time."""
         if not self.computes_by_chunks(ops, x, inner, biases, down, counts):
-            return self.compose_operation(ops, function, x, spec, inner, hidden, biases, down, out, bias, counts)
+            # of rows of experts, whose number differs between passes, nothing is compiled, and one function is ours
+            compiles, as_compiled = ops.compiles_functions, counts is None or function == "gated_silu"
+            ops.compiles_functions = compiles and as_compiled
+            y = self.compose_operation(ops, function, x, spec, inner, hidden, biases, down, out, bias, counts)
+            ops.compiles_functions = compiles
+            return y
         up, last, added = self._product_plans(ops, inner, down, bias)
         (output,) = (e.output for e in last.groups[0].einsums)
         x, y, rows = ops.convert_block(x, up.groups[0].x), ops.tensor(prod(output.before)), prod(output.before[:-1])
@@ -372,6 +386,8 @@ class NormOp(BlockOp):
         if not planned.over and kind == "layernorm":
             saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
             return ops.plain(ops.block(spec), [x, *vectors], saved)
+        if not planned.over and ops.compiles_functions:
+            return ops.plain(ops.block(spec), [x, *vectors], (x.storage, ops.new(rows, ops.wide), gain.storage))
         if not planned.over and ops.device == "cpu" and ops.wide == ops.plan.itemsize["compute"]:
             return ops.plain(ops.block(spec), [x, *vectors], (x.storage, ops.new(rows), gain.storage), n)
         wide = ops.widened(x.storage, n)
@@ -419,6 +435,8 @@ class RotateOp(BlockOp):
 
     def meter_memory(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves") -> Value:
         """Count the bytes of rotary queries or keys, computed in the type of statistics; nothing is kept."""
+        if ops.compiles_functions:
+            return ops.plain(ops.block(spec), [x])
         d_kv = ops.plan.local_shape(spec)[spec.dims.index("d_kv")]
         same, n = ops.wide == ops.plan.itemsize["compute"], x.elements
         turned = n // d_kv * (width or d_kv)
