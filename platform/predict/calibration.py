@@ -19,7 +19,7 @@ import numpy as np
 from platform.plan.accelerators import find_accelerator
 from platform.plan.plan_summary import fold_into_measured_parts
 from platform.predict.hardware import LINK, Hardware, Link
-from platform.predict.price import group_seconds, price_work, tiling_share
+from platform.predict.price import group_seconds, host_seconds, price_work, tiling_share
 from platform.predict.work import FUSED_BACKWARD, StepWork
 
 TILES = (8, 16, 32, 64, 128, 256)  # longer edges of the largest tile, of which the best is taken
@@ -282,9 +282,11 @@ def _calibrate_steps(hardware: Hardware, samples: Sequence[Sample], steps: Seque
     share of memory's bandwidth with which a usual step takes as long as it was measured: kernels read and write more in
     a step than alone, into memory that they have not just used. `steps`: the work of the `samples`."""
     seconds = [sample.seconds for sample in sorted(samples)]
-    passes = ((work.plan.microbatches, (*work.forward, *work.backward)) for work in steps)
+    passes = [(work.plan.microbatches, (*work.forward, *work.backward)) for work in steps]
+    calls = [count * host_seconds(0, sum(p.calls for p in both), hardware) for count, both in passes]
     kernels = [count * sum(n * part.kernels for p in both for part, n in p.parts) for count, both in passes]
-    launch, _ = fit_nonnegative_factors([kernels[:-1], [1.0] * (len(kernels) - 1)], seconds[:-1])
+    launching = [whole - beside for whole, beside in zip(seconds[:-1], calls, strict=False)]
+    launch, _ = fit_nonnegative_factors([kernels[:-1], [1.0] * (len(kernels) - 1)], launching)
     hardware = replace(hardware, launch=max(1e-9, launch))
 
     def log_errors(constants: Mapping[str, float]) -> list[float]:

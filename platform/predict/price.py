@@ -105,6 +105,14 @@ def computing_seconds(
     return products + fused + bytes_seconds(part.bytes, hardware)
 
 
+CALL = 1.4e-6  # seconds of the host for a Python call: its cores differ less than what a launch costs them
+
+
+def host_seconds(kernels: float, calls: float, hardware: Hardware) -> float:
+    """Return the seconds in which the host launches kernels by so many Python calls; a CPU's launches have theirs."""
+    return kernels * hardware.launch + calls * CALL * hardware.ahead
+
+
 def count_group_ranks(mesh: Mesh, axes: Sequence[str], ranks: int) -> tuple[int, int]:
     """Return how many ranks of a group along `axes` share its first one's node, of so many `ranks`, and its size."""
     group = mesh.group_of_rank(0, mesh.order_axes(axes))
@@ -446,7 +454,7 @@ class _PassPricer:
         beside = sum(hidden.values()) - sum(exposed_waits.values())
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
-        host = kernels * self.hardware.launch
+        host = host_seconds(kernels, p.calls, self.hardware)
         behind = float(hidden_or_summed_seconds(device, host, self.hardware)) - device
         return PassTime(computing, waiting, behind, beside)
 

@@ -22,6 +22,7 @@ from platform.plan.chunks import BUCKET_MIB
 from platform.plan.gantt import draw_gantt_svg
 from platform.plan.plan import Plan
 from platform.plan.simulate import simulate
+from platform.plan.step_collectives import may_compile
 from platform.predict.choose_schedule import build_schedule
 from platform.predict.hardware import Hardware, HardwareMistake, parse_hardware
 from platform.predict.price import StepPrice, choose_bucket_mebibytes, price_work, simulate_schedule
@@ -180,6 +181,7 @@ def build_step_work(config: Config, plan: Plan, **others: Any) -> StepWork:
         moments=count_state_numbers(config),
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
+        compiles=may_compile(config.train.compile, "cuda"),
         **others,
     )
     return step_work(plan, build_model(config.model), execution)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Annotated, NamedTuple
 
@@ -21,8 +22,14 @@ from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
-from platform.plan.schedule import Schedule
-from platform.plan.step_collectives import BucketCollective, bucket_collectives, recompute_gathers, transfer_collectives
+from platform.plan.schedule import Kind, Schedule
+from platform.plan.step_collectives import (
+    BucketCollective,
+    bucket_collectives,
+    compiles_whole_blocks,
+    recompute_gathers,
+    transfer_collectives,
+)
 
 
 class MatrixProduct(NamedTuple):
@@ -68,12 +75,17 @@ class Part:
 
 @dataclass
 class ChunkWork:
-    """Work of a chunk's passes over one microbatch: its parts, each with how often it occurs."""
+    """Work of a chunk's passes over one microbatch: its parts, each with how often it occurs, and the `calls` of Python
+    by which the host launches them, by pass."""
 
     forward: Counter[Part] = field(default_factory=Counter)
     backward: Counter[Part] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
 
 
+# Python calls by which our host launches a kernel by itself, and in each pass a block that is compiled as one function:
+# 873 and 821 of a layer of GPT and of Llama in both passes, and 72 and 66 (benchmarks/host_cost.py).
+CALLS_OF_KERNEL, CALLS_OF_BLOCK = 27, 35
 SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
 # Of one kernel of attention: its backward pass computes the scores again, five products for two, at a lower speed.
 FUSED_BACKWARD = 2.5 / 0.8
@@ -87,7 +99,8 @@ class System:
     gradient needs; `by_weight`: True if under ZeRO-3 it waits for a gather of each weight, in recomputation too, copies
     what each rank sent by a kernel of its own, and sums whole gradients; `stands_by`: True if a stage computes nothing
     while it sends and receives; `adapters`: most adapters of a node that one group
-    uses at once, 0 as the hardware says."""
+    uses at once, 0 as the hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its
+    launches'."""
 
     gradient_bytes: Annotated[int, Span(0, 8)] = 0
     kept_whole: bool = False
@@ -95,6 +108,7 @@ class System:
     by_weight: bool = False
     stands_by: bool = False
     adapters: Annotated[float, Span(0, 64)] = 0.0
+    counts_calls: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class Execution:
     EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
     masks; the `system` that runs the plan; `narrow`: the precision of 8 bits in which it computes the products of
-    layers' weights, "" for the plan's."""
+    layers' weights, "" for the plan's; `compiles`: True if a GPU's blocks are compiled where they can be."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -113,6 +127,12 @@ class Execution:
     fused_dropout: bool = False
     system: System = System()
     narrow: str = ""
+    compiles: bool = False
+
+    @cached_property
+    def splits_weight_gradients(self) -> bool:
+        """Return True if passes leave weight gradients for later ones."""
+        return self.table is not None and any(a.kind is Kind.WEIGHT for row in self.table.rows for a in row)
 
 
 # what decides the work of a function -> its part of the forward and the backward pass, and of the recomputed forward
@@ -127,6 +147,9 @@ class WorkRecorder(Recorder):
         super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.repeats_all, self._known = execution.system.repeats_all, known
+        splits = execution.splits_weight_gradients
+        whole = compiles_whole_blocks(plan, "cuda", execution.dropout, splits_weight_gradients=splits)
+        self._whole = execution.compiles and whole  # each block is compiled as one function
 
     def record_operation(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
@@ -150,6 +173,14 @@ class WorkRecorder(Recorder):
         self.work.backward[backward] += 1
         if self._recomputing:
             self.work.backward[again] += 1
+        if not (self._whole and self.span % 2):  # which is odd in a block
+            launched = backward.kernels + self._recomputing * again.kernels
+            self.work.calls.update(forward=CALLS_OF_KERNEL * forward.kernels, backward=CALLS_OF_KERNEL * launched)
+
+    def count_block_calls(self) -> None:
+        """Count the calls of the blocks of a chunk, if each is compiled as one function."""
+        each = CALLS_OF_BLOCK * (self.span // 2 if self._whole else 0)
+        self.work.calls.update(forward=each, backward=each * (2 if self.recompute.kind == "full" else 1))
 
     def _note_elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
@@ -185,6 +216,7 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
             model.forward(recorder, inputs)
         for _, gather in () if execution.system.kept_whole else recompute_gathers(plan, chunk):
             recorder.work.backward[Part(collectives=(gather,))] += 1
+        recorder.count_block_calls()
         chunk_works.append(recorder.work)
     return chunk_works
 
@@ -338,13 +370,14 @@ Launches = Mapping[Collective, float]  # collective -> how often it is launched
 @dataclass(frozen=True)
 class PassWork:
     """Work of one pass of a chunk over a microbatch: its `parts`, each with how often it occurs; the collectives of
-    parameters that it `hides`, and the gathers that it `fetches` weights by, one by one; and the collectives by which
-    it `receives` activations of another stage."""
+    parameters that it `hides`, and the gathers that it `fetches` weights by, one by one; the collectives by which it
+    `receives` activations of another stage; and the Python `calls` of its host."""
 
     parts: tuple[tuple[Part, int], ...]
     hides: Launches
     fetches: Launches
     receives: tuple[Collective, ...]
+    calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -389,7 +422,8 @@ def step_work(plan: Plan, model: RecordableModel, execution: Execution) -> StepW
                 alike[key] = tuple((same.setdefault(part, part), n) for part, n in counted.items() if n)
             stage = stages[number]
             moved = _parameter_collectives(plan, buckets[stage], phase, stages.count(stage), system.by_weight)
-            yield PassWork(alike[key], *moved, tuple(_iterate_receives(plan, number, phase)))
+            calls = work.calls[phase] if system.counts_calls else 0
+            yield PassWork(alike[key], *moved, tuple(_iterate_receives(plan, number, phase)), calls)
 
     return StepWork(
         plan,

@@ -10,7 +10,9 @@ import yaml
 from platform.cluster.calibration_run import TINY
 from platform.launch import compose_config
 from platform.predict.calibration import (
+    Sample,
     Seen,
+    _calibrate_steps,
     fit_nonnegative_factors,
     format_hardware_file,
     group_samples_by_kind,
@@ -160,3 +162,12 @@ def test_mistakes_of_kinds_are_named():
         "network.kinds.reduce.hop=0: must be a number > 0",
         "ahead=maybe: must be true or false",
     ]
+
+
+def test_python_calls_are_no_launches():
+    """A GPU's launch is what is left of a tiny step's host time without its calls of Python."""
+    gpu, works = replace(read_hardware("h200"), launch=40e-6), steps()
+    samples = [Sample((number,), price_work(work, gpu).seconds) for number, work in enumerate(works)]
+    made = _calibrate_steps(replace(gpu, launch=5e-6), samples, works)
+    assert made.launch == pytest.approx(gpu.launch, rel=0.01)
+    assert sum(p.calls for p in works[0].forward) > 0, "control: there is something to leave out"

@@ -24,6 +24,7 @@ from platform.plan.simulate import simulate
 from platform.predict.choose_schedule import build_schedule
 from platform.predict.hardware import HardwareMistake, parse_hardware
 from platform.predict.make_plan import make_plan
+from platform.predict.measured_runs import read_system
 from platform.predict.price import (
     PassTime,
     add_message_waits,
@@ -141,7 +142,9 @@ def test_a_system_that_gathers_weight_by_weight():
     """It waits for what the plan would hide, and in recomputation for all of a layer's four weights but the last once
     more; a kernel copies what each of two ranks sent; gradients are summed whole."""
     config, plan = planned("recompute=full", "parallel.data=2", "parallel.zero=3")
-    hidden, waited = (build_step_work(config, plan, system=System(by_weight=chosen)) for chosen in (False, True))
+    hidden, waited = (
+        build_step_work(config, plan, system=System(by_weight=chosen, counts_calls=False)) for chosen in (False, True)
+    )
     there, back = waited.forward[0], waited.backward[0]
     layers, others = config.model.layers, 4  # embedding, at both ends; positions; last norm
 
@@ -326,3 +329,60 @@ def test_what_is_hidden_is_all_that_is_not_waited_for(zero):
     beside, waited = step_price(config, plan, A100), step_price(apart, same, A100)
     assert beside.hidden > 0 == waited.hidden
     assert beside.hidden + sum(beside.waiting.values()) == pytest.approx(sum(waited.waiting.values()))
+
+
+# MB that kernels of a layer read and write but for products and attention, forward and backward, where a block is
+# compiled as one function for sm_90 ahead of time: model, sequences -> both
+COMPILED_MB = {("gpt2_124m", 8): (214, 512), ("llama_8b", 1): (1610, 2500)}
+
+
+@pytest.mark.parametrize("of", COMPILED_MB)
+def test_bytes_of_a_layer_are_those_of_its_compiled_kernels(of):
+    model, each = of
+    gpu = ["cluster.device=cuda", "cluster.gpu=H200"]
+
+    def moved(layers: int) -> list[float]:
+        c = compose_config(["+experiment=one_gpu", f"model={model}", f"model.layers={layers}", *gpu,
+                            f"train.microbatch={each}", f"train.global_batch={each}"])  # fmt: skip
+        work = build_step_work(c, make_plan(c))
+        return [sum(n * part.bytes for part, n in w.parts if not part.fused) for [w] in (work.forward, work.backward)]
+
+    found = sum(more - few for more, few in zip(moved(3), moved(2), strict=True)) / 1e6
+    assert found == pytest.approx(sum(COMPILED_MB[of]), rel=0.1)
+
+
+PATHS = {
+    "blocks": ([], 35, 35),
+    "blocks, recomputed": (["recompute=full"], 35, 70),
+    "functions": (["model.dropout=0.1"], None, None),
+    "weight gradients apart": (["pipeline=zb_h1", "pipeline.stages=2", "train.global_batch=64"], None, None),
+    "eager": (["train.compile=off"], None, None),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_host_calls_python_as_its_path_does(path):
+    """A layer more of a block that is one function costs a constant, any other one something for each kernel."""
+    more, *each = PATHS[path]
+
+    def counted(layers: int, what: str) -> list[int]:
+        c = compose_config(["+experiment=one_gpu", f"model.layers={layers}", "cluster.device=cuda", *more])
+        work = build_step_work(c, make_plan(c))
+        if what == "calls":
+            return [sum(w.calls for w in way) for way in (work.forward, work.backward)]
+        return [sum(n * part.kernels for w in way for part, n in w.parts) for way in (work.forward, work.backward)]
+
+    calls, kernels = ([b - a for a, b in zip(counted(2, w), counted(4, w), strict=True)] for w in ("calls", "kernels"))
+    expected = [2 * n for n in each] if each[0] else [27 * n for n in kernels]
+    assert calls == expected
+
+
+def test_only_our_host_counts_its_calls():
+    """Constants of others' rows have them, and a CPU's launches are measured with theirs."""
+    c = compose_config([*SMALL, "model.d_model=16", "model.heads=2", "cluster.device=cuda"])
+    plan, quick = make_plan(c), read_hardware("h200")
+    ours, others = (build_step_work(c, plan, system=System(counts_calls=counts)) for counts in (True, False))
+    assert price_work(ours, quick).host > 2 * price_work(others, quick).host
+    assert price_work(ours, read_hardware("cpu")) == price_work(others, read_hardware("cpu"))
+    names = ("usual", "fsdp", "megatron-2021", "deepspeed-2021")
+    assert read_system("ours") == System() and not any(read_system(name).counts_calls for name in names)

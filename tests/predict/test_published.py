@@ -251,7 +251,7 @@ def test_products_in_8_bits(tmp_path):
 
 def test_a_system_that_no_file_describes_is_refused(tmp_path, capsys, monkeypatch):
     """So is a file with a field that no system has, with the nearest that it may have; ours say what they said."""
-    assert read_system("ours") == read_system("fsdp") == System() != read_system("usual")
+    assert read_system("ours") == replace(read_system("fsdp"), counts_calls=True) == System() != read_system("usual")
     assert read_system("deepspeed-2021").adapters == 1.9 and read_system("megatron-2021").stands_by
     table = tmp_path / "table.csv"
     table.write_text(SMALL.replace("\n", ",system\n") + "one,cpu,2,2,64,4,64,512,2,4,serial,,0.003,thine\n")
@@ -269,3 +269,29 @@ def test_a_system_that_no_file_describes_is_refused(tmp_path, capsys, monkeypatc
         (tmp_path / "thine.yaml").write_text(text)
         with pytest.raises(ConfigError, match=line):
             read_system("thine")
+
+
+def own_errors(calls: float, launches) -> dict[str, list[float]]:
+    """By GPU, the errors of our own rows, with `calls` times the Python calls and the one of some seconds of a launch
+    whose largest error is least."""
+    by_gpu: dict[str, list] = {}
+    for run in read_measured_runs(str(TABLES / "ours_gpu.csv"), compose_config):
+        ways = [[replace(p, calls=calls * p.calls) for p in way] for way in (run.work.forward, run.work.backward)]
+        work = replace(run.work, forward=ways[0], backward=ways[1])
+        by_gpu.setdefault(run.hardware.name, []).append(replace(run, work=work))
+    return {
+        name: min(([run.predict_price({"launch": launch}).seconds / run.seconds - 1 for run in runs]
+                   for launch in launches), key=lambda errors: max(map(abs, errors)))
+        for name, runs in by_gpu.items()
+    }  # fmt: skip
+
+
+def test_our_own_steps_of_a_small_model():
+    """On two machines whose hosts are slow: by one constant each, the seconds of a launch, steps of whole blocks, of
+    one and eight microbatches, and eager ones are right at once. Negative control: without the Python calls of each
+    path, nothing tells eager steps from others."""
+    launches = [n * 1e-6 for n in range(5, 151)]
+    errors = own_errors(1.0, launches)
+    assert list(map(len, errors.values())) == [3, 1]
+    assert max(abs(e) for own in errors.values() for e in own) <= 0.1
+    assert max(map(abs, own_errors(0.0, launches)["h200"])) > 0.13
