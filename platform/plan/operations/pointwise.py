@@ -95,7 +95,8 @@ class PointwiseOp(Op):
         if function == "identity":
             return x[0]
         if function.startswith("gated_") and ops.compiles_functions:
-            return ops.plain(ops.tensor(x[0].elements), x, tuple(v.storage for v in x))
+            more = [ops.new(x[0].elements)] if function == "gated_relu" else []  # what passes the gate
+            return ops.plain(ops.tensor(x[0].elements), x, (*(v.storage for v in x), *more))
         if function == "gated_clamped":
             gate, other = (ops.pointwise("silu", a) for a in x)  # clamped: the argument is kept, as by SiLU
             gate = ops.pointwise("silu", ops.plain(ops.tensor(gate.elements), [gate]))
@@ -107,6 +108,8 @@ class PointwiseOp(Op):
         out = ops.tensor(n)
         if function == "add":
             return ops.sum(out, x)
+        if function == "relu" and ops.wholly:  # a compiled block keeps which elements pass, beside them
+            return ops.plain(out, x, (out.storage, ops.integers(n, 1)))
         return ops.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
 
 

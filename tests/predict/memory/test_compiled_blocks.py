@@ -25,9 +25,12 @@ from tests.harness.card import alone, shrunk
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import MODELS, configure, trainer_of
 
-DENSE = {"gpt2_124m", "gpt_tiny", "llama_8b", "deepseek_v3"}  # the last one's first layers
-DENSE |= {path.stem for path in (CONF / "model").glob("gpt*.yaml")} - {"gpt_oss_20b", "gpt_oss_120b"}
-OTHERS = {path.stem for path in (CONF / "model").glob("*.yaml")} - DENSE - {"from_hf"}
+PRESETS = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"from_hf", "two_layer"}  # which has no blocks
+OTHERS = {
+    "cube_bert", "deepseek_v2_lite", "gpt_oss_120b", "gpt_oss_20b", "mixtral_8x7b", "olmoe_7b", "qwen3_235b_a22b",
+    "t5_large_mod", "t5_tiny", "transformer_base",
+}  # fmt: skip
+DENSE = PRESETS - OTHERS  # of deepseek_v3, its first layers
 SHORT = {"gpt2_124m", "llama_8b", "mixtral_8x7b"}
 
 
@@ -86,6 +89,15 @@ def metered_bytes(c, compiles: str) -> int:
 @pytest.mark.parametrize("preset", presets(DENSE))
 def test_a_block_keeps_what_the_meter_says(preset):
     c = configured(preset)
+    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(first_block(c)), rel=0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("activation", ["relu", "reglu", "silu", "geglu", "swiglu_clamped"])
+def test_so_it_is_of_every_activation(activation):
+    """ReLU keeps which elements pass beside them."""
+    c = configured("gpt_tiny")
+    c.model.activation = activation
     assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(first_block(c)), rel=0.02)
 
 
