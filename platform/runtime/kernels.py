@@ -8,6 +8,7 @@ from platform.runtime import (  # noqa: F401  (operations reach them as `ops.ker
     panels,  # noqa: F401
     positions,
     products,
+    recompute,  # noqa: F401
     residual,
     statistics,
 )

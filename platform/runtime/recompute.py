@@ -1,6 +1,7 @@
 """Activations that do not stay on the device until the backward pass: computed again, or offloaded to host memory.
 
-`run_recomputed` runs a stretch of the forward pass that saves only its arguments and runs again in the backward pass.
+`run_recomputed` runs a stretch of the forward pass that saves only its arguments and runs again in the backward pass;
+`keep_arguments` does so with a function of elements, `gated_silu` with SwiGLU.
 `ActivationOffload` copies activations to host memory in a stream beside the computation, and back one block ahead.
 """
 
@@ -12,6 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from platform.plan.operation_plan import OffloadedActivation
@@ -80,6 +82,54 @@ def run_recomputed(
     masks included); `offload`: takes the saved part of x to host memory until then, if it is given.
     """
     return _Recomputed.apply(communicator, function, restore, axes, elements, offload, x, *more)
+
+
+class _GatedSilu(torch.autograd.Function):
+    """Autograd function of `gated_silu`."""
+
+    @staticmethod
+    def forward(ctx, gate, x):
+        """Return x times SiLU of its gate."""
+        ctx.save_for_backward(gate, x)
+        return F.silu(gate) * x  # nothing in place, since torch derives its own gradient where a block is traced
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of the gate and of x."""
+        gate, x = ctx.saved_tensors
+        of_gate = gradient * x
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        return of_gate, F.silu(gate).mul_(gradient)
+
+
+def gated_silu(gate: Tensor, x: Tensor) -> Tensor:
+    """Multiply x by SiLU of its gate (SwiGLU, Shazeer 2020), keeping both alone for the backward pass."""
+    return _GatedSilu.apply(gate, x)
+
+
+class _KeepingArguments(torch.autograd.Function):
+    """Autograd function of `keep_arguments`."""
+
+    @staticmethod
+    def forward(ctx, compute, *arguments):
+        """Return the activation compute(*arguments), saving the arguments alone."""
+        ctx.compute = compute
+        ctx.save_for_backward(*arguments)
+        return compute(*arguments)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of the arguments, by a second forward pass of the function."""
+        arguments = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.compute(*arguments)
+        return None, *torch.autograd.grad(out, arguments, gradient)
+
+
+def keep_arguments(compute: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """Return the activation compute(*arguments) of a cheap function, keeping its arguments alone for the backward pass,
+    which computes what lies between again."""
+    return _KeepingArguments.apply(compute, *arguments)
 
 
 Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it

@@ -8,7 +8,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -18,6 +18,9 @@ from platform.plan.operations.op import INTEGER, BlockOp, Gradients, MeterTape, 
 from platform.plan.scheme import ModelMistake
 
 _OF_RESULT = {"relu", "tanh", "sigmoid"}  # functions that save their result, not their input
+# gated function -> tensors beside its result in the forward pass, and beside its gradients in the backward pass
+_GATED_SCRATCH = dict.fromkeys(("gated_gelu", "gated_gelu_tanh", "gated_relu"), (1, 3))
+_GATED_SCRATCH |= {"gated_silu": (1, 0), "gated_clamped": (3, 6)}
 
 
 @cache
@@ -64,10 +67,16 @@ def _pointwise_functions() -> Mapping[str, Callable[..., Any]]:
     }
 
 
-def pointwise_function(ops, function: str) -> Callable[..., Any]:
-    """Return a pointwise function as a rank computes it: a gated one compiled; the others are one kernel each."""
+def pointwise_function(ops, function: str, *, compiles: bool = True) -> Callable[..., Any]:
+    """Return a pointwise function as a rank computes it. A gated one keeps its arguments alone for the backward pass:
+    compiled, if the run compiles and so it `compiles`; else it is computed again there."""
     compute = _pointwise_functions()[function]
-    return ops.compile_function(compute) if function.startswith("gated_") else compute
+    if not function.startswith("gated_"):
+        return compute
+    if compiles and ops.compiles_functions:
+        return ops.compile_function(compute)
+    recompute = ops.kernels.recompute
+    return recompute.gated_silu if function == "gated_silu" else partial(recompute.keep_arguments, compute)
 
 
 class PointwiseOp(Op):
@@ -85,10 +94,10 @@ class PointwiseOp(Op):
 
     def run_on_blocks(self, ops, function, *x):
         """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
-        compute = _pointwise_functions()[function]
-        if x[0].dim() == 2:  # rows of experts: another number in every pass, and each would be compiled for itself
-            return {"gated_silu": ops.kernels.expert_rows.gated_silu}.get(function, compute)(*x)
-        return (compute if ops.absent(x[0]) else pointwise_function(ops, function))(*x)
+        if ops.absent(x[0]):
+            return _pointwise_functions()[function](*x)
+        # rows of experts are another number in every pass, and each would be compiled for itself
+        return pointwise_function(ops, function, compiles=x[0].dim() > 2)(*x)
 
     def meter_memory(self, ops, function, *x) -> Value:
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
@@ -97,15 +106,12 @@ class PointwiseOp(Op):
         if function.startswith("gated_") and ops.compiles_functions:
             more = [ops.new(x[0].elements)] if function == "gated_relu" else []  # what passes the gate
             return ops.plain(ops.tensor(x[0].elements), x, (*(v.storage for v in x), *more))
-        if function == "gated_clamped":
-            gate, other = (ops.pointwise("silu", a) for a in x)  # clamped: the argument is kept, as by SiLU
-            gate = ops.pointwise("silu", ops.plain(ops.tensor(gate.elements), [gate]))
-            other = ops.plain(ops.tensor(other.elements), [other])
-            return ops.pointwise("multiply", gate, ops.plain(ops.tensor(other.elements), [other]))
-        if function.startswith("gated_"):
-            return ops.pointwise("multiply", ops.pointwise(function.removeprefix("gated_"), x[0]), x[1])
         n = min(v.elements for v in x)
+        scratch = [ops.new(n) for _ in range(_GATED_SCRATCH.get(function, (0,))[0])]
         out = ops.tensor(n)
+        del scratch
+        if function in _GATED_SCRATCH:
+            return ops.plain(out, x, tuple(v.storage for v in x), n * _GATED_SCRATCH[function][1])
         if function == "add":
             return ops.sum(out, x)
         if function == "relu" and ops.wholly:  # a compiled block keeps which elements pass, beside them
@@ -383,28 +389,20 @@ class NormOp(BlockOp):
         return statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, planned.over, widths)
 
     def meter_memory(self, ops, planned, x, spec, kind, gain, bias, eps=EPS) -> Value:
-        """Count the bytes of LayerNorm or RMSNorm: kept normalised rows and deviations, and temporaries."""
+        """Count the bytes of LayerNorm or RMSNorm, which keeps its input and one or two numbers a row."""
         vectors, dims = [v for v in (gain, bias) if v], planned.operation.parameters[0].dims
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
-        if not planned.over and kind == "layernorm":
-            saved = (x.storage, ops.new(rows, ops.wide), ops.new(rows, ops.wide), *(v.storage for v in vectors))
-            return ops.plain(ops.block(spec), [x, *vectors], saved)
-        if not planned.over and ops.compiles_functions:
-            return ops.plain(ops.block(spec), [x, *vectors], (x.storage, ops.new(rows, ops.wide), gain.storage))
-        if not planned.over and ops.device == "cpu" and ops.wide == ops.plan.itemsize["compute"]:
-            return ops.plain(ops.block(spec), [x, *vectors], (x.storage, ops.new(rows), gain.storage), n)
+        casts, in_pieces = ops.wide != ops.plan.itemsize["compute"], planned.over or ops.device == "cpu"
+        saved = [x.storage, *(ops.new(rows, ops.wide) for _ in range(1 + (kind == "layernorm")))]
+        saved += [v.storage for v in (vectors if kind == "layernorm" and not planned.over else vectors[:1])]
+        if not planned.over and (kind == "layernorm" or ops.compiles_functions or not in_pieces):
+            return ops.plain(ops.block(spec), [x, *vectors], tuple(saved))
         wide = ops.widened(x.storage, n)
-        if not planned.over:
-            normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)
-            return ops.plain(ops.block(spec), [x, *vectors], (wide, normal, rstd, gain.storage), n, ops.wide)
-        centred = ops.new(n, ops.wide) if kind == "layernorm" else wide
-        normal, rstd = ops.new(n, ops.wide), ops.new(rows, ops.wide)
-        result = ops.new(n, ops.wide)
-        if bias:
-            result = ops.new(n, ops.wide)
-        out = Value(ops.widened(result, n) and (result if wide is x.storage else ops.new(n)), n)
-        del centred, result, wide
-        return ops.plain(out, [x, *vectors], (normal, rstd, gain.storage), 3 * n, ops.wide)
+        normal, result = ops.new(n, ops.wide), ops.new(n, ops.wide)
+        out = ops.tensor(n) if casts else Value(result, n)
+        del normal, result, wide
+        scratch = n * (casts + (4 if planned.over else 1 + 2 * casts))
+        return ops.plain(out, [x, *vectors], tuple(saved), scratch, ops.wide)
 
 
 class RotateOp(BlockOp):
