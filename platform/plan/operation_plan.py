@@ -8,7 +8,7 @@ bytes that each collective moves, by the counting conventions of docs/contract.m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -118,6 +118,17 @@ class EinsumGroup:
         return plain and not any(c.forward or c.backward for c in ends)
 
 
+# d_model from which on products with weights do not keep what a norm or a function of elements has made of tensors that
+# are kept anyway: for the gradients of the weights it is made again. That is 2 to 3 accesses of each of its elements,
+# for which products do 6 d_model FLOPs or more: 1 % of a layer's time on an H100 at this width, less at larger ones.
+REBUILT_FROM = 4096
+
+
+def rebuilds_inputs(sizes: Mapping[str, int]) -> bool:
+    """Return True if products of a model of such `sizes` make their inputs again rather than keep them."""
+    return sizes.get("d_model", 0) >= REBUILT_FROM
+
+
 @dataclass(frozen=True)
 class PlannedOperation:
     """Layout and communication with which a rank executes one operation of a model, planned by the communication rule.
@@ -147,6 +158,11 @@ class PlannedOperation:
         """Count the forward collectives of this planned operation that recomputation launches again."""
         forward = Counter(c for c in self.collectives if c.phase == "forward" and self.operation.recomputed)
         return forward - Counter(self.results)
+
+    def rebuilds_input(self, group: EinsumGroup) -> bool:
+        """Return True if x of a group of its einsums is made again in the backward pass: not if kept as gathered."""
+        made_by = dict(self.operation.attributes).get("made_by")
+        return bool(made_by) and not group.panels and (group.regathered or not group.x.forward)
 
     def adds_biases(self, shifts: Iterable[PlannedOperation]) -> bool:
         """Return True if this planned operation's matrix products add its biases, planned as `shifts`, themselves."""

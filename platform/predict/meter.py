@@ -314,8 +314,8 @@ class MemoryMeter(Ops):
     def _enter_span(self, x: Value) -> Value:
         """Count the move to the model's next span, whose parameters are gathered (ZeRO-3, as
         `platform.runtime.residency` does), and back in the backward pass; return x."""
-        if not self._spans:
-            return x
+        if not self._spans:  # the same, but what makes x again is no longer known, where a block begins or ends so
+            return Value(x.storage, x.elements, x.key) if self.plan.zero == 3 else x
         before, out = self._span, Value(x.storage, x.elements)
         self._span += 1
         self._move_span(self._span, 1)

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 from platform.boundary.schema import Span
 from platform.plan.chunks import RecordableModel
-from platform.plan.model_types import Operation, Parameter, Spec
+from platform.plan.model_types import POINTWISE, Operation, Parameter, Spec
 from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
@@ -313,6 +313,7 @@ def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
     sum of each weight's gradient over the microbatches."""
     operation = planned.operation
     forward, backward, ahead, summed = [], [], [], 0.0
+    rebuilt = [_bytes_to_rebuild(plan, operation, g) for g in planned.groups if planned.rebuilds_input(g)]
     for group in planned.groups:
         shapes = list_group_products(plan.planner, operation, group)
         forward += shapes
@@ -326,12 +327,22 @@ def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
         summed = 0.0
     waited = Counter(_even_collectives(plan, planned)) - Counter(ahead)
     parts = []
-    for phase, products, count in (("forward", forward, 0.0), ("backward", backward, summed)):
+    counts = ("forward", forward, 0.0, 0), ("backward", backward, summed + sum(rebuilt), len(rebuilt))
+    for phase, products, count, more_kernels in counts:
         collectives = tuple(c for c in waited.elements() if c.phase == phase)
         begun = tuple(c for c in ahead if c.phase == phase)
-        kernels = len(products)
+        kernels = len(products) + more_kernels
         parts.append(Part(products=tuple(products), bytes=count, kernels=kernels, collectives=collectives, ahead=begun))
     return parts[0], parts[1]
+
+
+def _bytes_to_rebuild(plan: Plan, operation: Operation, group: EinsumGroup) -> float:
+    """Return the bytes that a rank reads and writes to make x of a group of einsums again."""
+    made_by = operation["made_by"]
+    arguments = POINTWISE.get(made_by)
+    accesses = Ops.pointwise.accesses_by_inputs[arguments] if arguments else OPERATIONS[made_by].memory_accesses
+    elements = prod(group.x.before) * even_routing_share(plan.planner, operation)
+    return accesses[0] * elements * plan.itemsize["compute"]
 
 
 def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[MatrixProduct]:

@@ -23,6 +23,7 @@ from platform.runtime.products import (
     local_einsum_function,
     sum_rows_by_expert,
 )
+from platform.runtime.recompute import Rebuild
 from platform.runtime.residency import Operands
 from platform.runtime.statistics import (
     add_gradient,
@@ -50,7 +51,7 @@ class _Einsums(torch.autograd.Function):
     gradients are converted. Gradients of leaves are added to their sums here, and autograd gets None for them.
     `deferred`: a list that receives the function computing the gradients of operands and biases (zero bubble); they are
     then leaves. `coming`: brings the operands. `left_out`: shapes of the results, if no gradient needs these: then they
-    are memory that nothing is written to.
+    are memory that nothing is written to. `rebuild`: makes x again, which is then not kept.
     """
 
     @staticmethod
@@ -61,6 +62,7 @@ class _Einsums(torch.autograd.Function):
         deferred: Deferred | None,
         counts,
         left_out: Sequence[Sequence[int]],
+        rebuild: Rebuild | None,
         x: Tensor,
         *tensors: Tensor,
     ):
@@ -70,10 +72,12 @@ class _Einsums(torch.autograd.Function):
         communicator = coming.communicator
         ctx.coming, ctx.group, ctx.deferred, ctx.counts = coming, group, deferred, counts
         ctx.leaves = [t if can_accumulate(t) else None for t in tensors]
+        ctx.compute_again, sources = (rebuild.compute, rebuild.tensors) if rebuild else (None, ())
         ctx.joined = joined = _join_adjacent_weights(group, x, ctx.leaves)
         if joined:
             converted_x = convert(communicator, x, group.x.forward).wait()
-            ctx.save_for_backward(x if group.regathered else converted_x, *operands)
+            kept = None if rebuild else x if group.regathered else converted_x
+            ctx.save_for_backward(kept, *operands, *sources)
             return tuple(map(x.new_empty, left_out)) if left_out else joined.compute_outputs(converted_x, operands)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
@@ -81,7 +85,8 @@ class _Einsums(torch.autograd.Function):
         x = convert(communicator, x, group.x.forward).wait()
         local = [c.wait() for c in arriving]
         coming.start_next_conversions()
-        saved = (s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True))
+        kept, *others = [s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)]
+        saved = None if rebuild else kept, *others, *sources
         if left_out:
             ctx.save_for_backward(*saved)
             return tuple(map(x.new_empty, left_out))
@@ -96,24 +101,27 @@ class _Einsums(torch.autograd.Function):
     def backward(ctx, *gradients):
         """Return the gradients of x, operands and biases of an einsum group, or leave the operands' and biases' to be
         computed later (zero bubble); operands that were not saved whole are gathered again first."""
-        x, *operands = ctx.saved_tensors
+        x, *tensors = ctx.saved_tensors
         communicator, group = ctx.coming.communicator, ctx.group
+        operands, sources = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
         coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
         regathered = ctx.coming.start_conversions(operands, in_backward=True)
+        if ctx.compute_again:
+            x = ctx.compute_again(*sources)
         if group.regathered:
             x = convert(communicator, x, group.x.forward).wait()
         x = x.detach()  # what is deferred would keep the graph behind it, and the leaves there with their gradients
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         ctx.coming.start_next_conversions(in_backward=True)
-        leaves = ctx.leaves, ctx.needs_input_grad[6:]
+        leaves = ctx.leaves, ctx.needs_input_grad[7:]
         compute_leaf_gradients = partial(_compute_operand_gradients, communicator, group, *leaves, x, local, ctx.counts)
         together = None
         if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
             together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
             compute_leaf_gradients = partial(ctx.joined.accumulate_gradients, x, together)
         dx = None
-        if ctx.needs_input_grad[5]:
+        if ctx.needs_input_grad[6]:
             if together is not None:
                 total = ctx.joined.compute_input_gradient(together, x.shape)
             else:
@@ -122,9 +130,9 @@ class _Einsums(torch.autograd.Function):
             dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
         if ctx.deferred is None:
             leaf_gradients = compute_leaf_gradients()
-            return None, None, None, None, None, dx if dx is None else dx.wait(), *leaf_gradients
+            return *[None] * 6, dx if dx is None else dx.wait(), *leaf_gradients
         ctx.deferred.append(torch.no_grad()(compute_leaf_gradients))
-        return None, None, None, None, None, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
+        return *[None] * 6, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
 
 
 class _JoinedWeights(NamedTuple):
@@ -226,6 +234,7 @@ def compute_einsums(
     deferred: Deferred | None = None,
     expert_groups: RowGroups | None = None,
     unneeded_shapes: Sequence[Sequence[int]] = (),
+    rebuild: Rebuild | None = None,
 ) -> Sequence[Tensor]:
     """Compute the outputs (local blocks) of a planned group of einsums of x with several operands, which
     `operand_conversions` brings, in the group's order, with the conversions that the plan lists. A group whose outputs
@@ -233,7 +242,7 @@ def compute_einsums(
     appends the computation of weight gradients instead of running it (zero bubble; None: it runs); groups with panels
     (SUMMA) ignore it. `expert_groups`: the number of rows of each expert in x, which the operands have a matrix for
     each of. `unneeded_shapes`: local shapes of the outputs, if no gradient needs their values: they are not
-    computed."""
+    computed. `rebuild`: makes x again for the gradients of the operands, so that it is not kept."""
     communicator, group = operand_conversions.communicator, operand_conversions.group
     if group.panels:
         assert not biases
@@ -241,7 +250,8 @@ def compute_einsums(
     if group.is_local and not group.has_wide_dtype and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
-    return _Einsums.apply(operand_conversions, group, deferred, expert_groups, unneeded_shapes, x, *operands, *biases)
+    how = group, deferred, expert_groups, unneeded_shapes, rebuild
+    return _Einsums.apply(operand_conversions, *how, x, *operands, *biases)
 
 
 def _compute_products(

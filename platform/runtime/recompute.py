@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,9 +127,30 @@ class _KeepingArguments(torch.autograd.Function):
 
 
 def keep_arguments(compute: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    """Return the activation compute(*arguments) of a cheap function, keeping its arguments alone for the backward pass,
-    which computes what lies between again."""
+    """Return the activation compute(*arguments), keeping its arguments alone for the backward pass."""
     return _KeepingArguments.apply(compute, *arguments)
+
+
+class Rebuild(NamedTuple):
+    """Way to make an activation again: `compute` of `tensors`, which are kept anyway."""
+
+    compute: Callable[..., Tensor]
+    tensors: Sequence[Tensor]
+
+
+_REBUILD = "_rebuild"  # attribute of an activation
+
+
+def note_rebuild(y: Tensor, compute: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    """Return the activation y, noting on it that compute(*arguments) makes it again (`find_rebuild`)."""
+    if torch.is_grad_enabled():
+        setattr(y, _REBUILD, Rebuild(compute, [x.detach() for x in arguments]))
+    return y
+
+
+def find_rebuild(x: Tensor) -> Rebuild | None:
+    """Return the way to make the activation x again, if `note_rebuild` has noted one on it."""
+    return getattr(x, _REBUILD, None)
 
 
 Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it

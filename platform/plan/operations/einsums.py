@@ -20,7 +20,7 @@ from platform.plan.operation_plan import (
     PlannedOperation,
     shapes_along_steps,
 )
-from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, global_extents
+from platform.plan.operations.op import Gradients, MeteredRebuild, MeteredStorage, Op, Saved, Value, global_extents
 from platform.plan.planner import Planner
 from platform.plan.rule import Contraction, Conversion
 from platform.plan.scheme import ModelMistake
@@ -103,7 +103,8 @@ class ProjectOp(_Products):
         if ("rows" in spec.dims) != (counts is not None):
             raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
         of_rows = {} if counts is None else {"layer": counts}
-        products = ops.record_operation(self.kind, weights[0].name, [x], [spec, *weights], outs, **of_rows)
+        attributes = of_rows | ops.origin_attributes(x)
+        products = ops.record_operation(self.kind, weights[0].name, [x], [spec, *weights], outs, **attributes)
         products = products if len(outs) > 1 else (products,)
         for y, bias, out in zip(products, biases, outs, strict=bool(biases)):
             ops.shift(y, out, bias, counts)
@@ -148,6 +149,7 @@ def _run_einsum_group(ops, planned, number: int, x, operands, outs, biases, defe
         deferred=deferred,
         expert_groups=counts,
         unneeded_shapes=left_out,
+        rebuild=ops.kernels.recompute.find_rebuild(x) if planned.rebuilds_input(planned.groups[number]) else None,
     )
 
 
@@ -243,9 +245,8 @@ def meter_converted_group(
     group_results = (
         [ops.block(o) for o in outs] if left_out else _meter_einsum_results(ops, planned, group, converted, joined)
     )
-    stored, regathered = [x, *operands], [group.regathered, *(e.regathered for e in einsums)]
-    choices = zip(stored, converted, regathered, strict=True)
-    saved = tuple((s if again else t).storage for s, t, again in choices)
+    stored, rebuild = [x, *operands], x.rebuild if planned.rebuilds_input(group) else None
+    saved = _list_saved_storages(group, stored, converted, rebuild)
     widths, lengths = [w.elements for w in stored], [y.elements for y in group_results]
     width, *sizes = [w.elements for w in converted]
     keys, added = [w.key for w in (*operands, *biases)], [b.elements for b in biases]
@@ -271,7 +272,8 @@ def meter_converted_group(
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
         regathered_operands = ops.operands(use, group, stored, back=True)
-        x = ops.relayout_forward(Value(saved[0], widths[0]), group.x).storage if group.regathered else saved[0]
+        x = rebuild.allocate() if rebuild else saved[0]
+        x = ops.relayout_forward(Value(x, widths[0]), group.x).storage if group.regathered else x
         ops.ahead.start_next_gathers(use, in_backward=True)
         if joined and (ops.wholly or JOINS_GRADIENTS.get(ops.device, True)):  # read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
@@ -285,6 +287,16 @@ def meter_converted_group(
 
     ops.note_operation(group_results, [x, *operands, *biases], saved, meter_backward)
     return group_results
+
+
+def _list_saved_storages(
+    group: EinsumGroup, stored: Sequence[Value], converted: Sequence[Value], rebuild: MeteredRebuild | None
+) -> Saved:
+    """Return the storages that an einsum group keeps: of x and its operands, then of what makes x again."""
+    regathered = [group.regathered, *(e.regathered for e in group.einsums)]
+    choices = zip(stored, converted, regathered, strict=True)
+    kept, *others = [(s if again else t).storage for s, t, again in choices]
+    return (None, *others, *rebuild.kept) if rebuild else (kept, *others)
 
 
 def _meter_einsum_results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:

@@ -27,7 +27,7 @@ from functools import partial
 from itertools import count
 from math import prod
 from sys import getrefcount
-from typing import Any
+from typing import Any, NamedTuple
 
 from platform.plan.layout import Layout, local_shape
 from platform.plan.model_types import Operation, Parameter, Spec
@@ -252,17 +252,25 @@ class Value:
     """Stand-in for a tensor in the memory meter: a number of elements in a storage; the storage is None for a parameter
     as it is stored, whose bytes are counted apart."""
 
-    __slots__ = ("elements", "key", "storage")
+    __slots__ = ("elements", "key", "rebuild", "storage")
 
     def __init__(self, storage: MeteredStorage | None, elements: int, key: GradientKey | None = None):
         """Construct a metered tensor; `key`: name of the parameter that it is, by default a new number."""
         self.storage, self.elements = storage, elements
         self.key: GradientKey = next(_KEYS) if key is None else key
+        self.rebuild: MeteredRebuild | None = None
 
     @property
     def itemsize(self) -> int:
         """Return the bytes of an element of this metered tensor, 0 for a parameter as it is stored."""
         return self.storage.nbytes // self.storage.counted if self.storage and self.storage.counted else 0
+
+
+class MeteredRebuild(NamedTuple):
+    """Way to make a metered tensor again from storages that are `kept` anyway: `allocate` counts what that takes."""
+
+    kept: Sequence[MeteredStorage | None]
+    allocate: Callable[[], MeteredStorage]
 
 
 Gradients = Sequence[MeteredStorage | None]

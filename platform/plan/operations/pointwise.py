@@ -8,19 +8,32 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from typing import Any
 
 from platform.plan.model_types import EPS, POINTWISE
-from platform.plan.operation_plan import PlannedOperation
-from platform.plan.operations.op import INTEGER, BlockOp, Gradients, MeterTape, Op, Saved, Value, plan_with_vectors
+from platform.plan.operation_plan import PlannedOperation, rebuilds_inputs
+from platform.plan.operations.op import (
+    INTEGER,
+    BlockOp,
+    Gradients,
+    MeteredRebuild,
+    MeteredStorage,
+    MeterTape,
+    Op,
+    Saved,
+    Value,
+    plan_with_vectors,
+)
 from platform.plan.scheme import ModelMistake
 
 _OF_RESULT = {"relu", "tanh", "sigmoid"}  # functions that save their result, not their input
 # gated function -> tensors beside its result in the forward pass, and beside its gradients in the backward pass
 _GATED_SCRATCH = dict.fromkeys(("gated_gelu", "gated_gelu_tanh", "gated_relu"), (1, 3))
 _GATED_SCRATCH |= {"gated_silu": (1, 0), "gated_clamped": (3, 6)}
+_REBUILT = {"gelu", "gelu_tanh", "silu", *_GATED_SCRATCH}  # whose arguments are kept, so that the result need not be
 
 
 @cache
@@ -79,6 +92,11 @@ def pointwise_function(ops, function: str, *, compiles: bool = True) -> Callable
     return recompute.gated_silu if function == "gated_silu" else partial(recompute.keep_arguments, compute)
 
 
+def _note_rebuild(ops, y, compute: Callable[..., Any], *arguments):
+    """Return the activation y = compute(*arguments), for whose products it is made again, if the plan makes so."""
+    return ops.kernels.recompute.note_rebuild(y, compute, *arguments) if rebuilds_inputs(ops.plan.sizes) else y
+
+
 class PointwiseOp(Op):
     """Pointwise function by name (gelu, gelu_tanh, relu, silu, tanh, identity, absolute, sigmoid; add, multiply, or
     gated_ and one of the first four or clamped, whose gate is first) of one or two activations that share a layout."""
@@ -90,33 +108,39 @@ class PointwiseOp(Op):
         for other in x[1:]:
             ops.check_activation(other, x[0].spec)
         ops.note_operation(self.kind, function, x[0].spec)
-        return x[0]
+        return replace(x[0], made_by=function if function in _REBUILT else "")
 
     def run_on_blocks(self, ops, function, *x):
         """Apply this pointwise function (gelu, add, ...) to this rank's blocks of its activations."""
         if ops.absent(x[0]):
             return _pointwise_functions()[function](*x)
         # rows of experts are another number in every pass, and each would be compiled for itself
-        return pointwise_function(ops, function, compiles=x[0].dim() > 2)(*x)
+        compute = pointwise_function(ops, function, compiles=x[0].dim() > 2)
+        return _note_rebuild(ops, compute(*x), compute, *x) if function in _REBUILT else compute(*x)
 
     def meter_memory(self, ops, function, *x) -> Value:
         """Count the bytes of a pointwise function's result; the result or the arguments are kept for the backward."""
         if function == "identity":
             return x[0]
-        if function.startswith("gated_") and ops.compiles_functions:
-            more = [ops.new(x[0].elements)] if function == "gated_relu" else []  # what passes the gate
-            return ops.plain(ops.tensor(x[0].elements), x, (*(v.storage for v in x), *more))
         n = min(v.elements for v in x)
-        scratch = [ops.new(n) for _ in range(_GATED_SCRATCH.get(function, (0,))[0])]
-        out = ops.tensor(n)
-        del scratch
-        if function in _GATED_SCRATCH:
-            return ops.plain(out, x, tuple(v.storage for v in x), n * _GATED_SCRATCH[function][1])
+        compiled_gate = function.startswith("gated_") and ops.compiles_functions
+        forward_scratch, backward_scratch = (0, 0) if compiled_gate else _GATED_SCRATCH.get(function, (0, 0))
+
+        def allocate() -> MeteredStorage:
+            """Count the result, and what there is beside it until it is there."""
+            scratch = [ops.new(n) for _ in range(forward_scratch)]  # noqa: F841
+            return ops.new(n)
+
+        out = Value(allocate(), n)
         if function == "add":
             return ops.sum(out, x)
+        saved = (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x)
+        if function == "gated_relu" and compiled_gate:  # keeps what passes the gate
+            saved = (*saved, ops.new(n))
         if function == "relu" and ops.wholly:  # a compiled block keeps which elements pass, beside them
-            return ops.plain(out, x, (out.storage, ops.integers(n, 1)))
-        return ops.plain(out, x, (out.storage,) if function in _OF_RESULT else tuple(v.storage for v in x))
+            saved = (out.storage, ops.integers(n, 1))
+        out.rebuild = MeteredRebuild(saved, allocate) if function in _REBUILT else None
+        return ops.plain(out, x, saved, n * backward_scratch)
 
 
 class PointwiseBySliceOp(BlockOp):
@@ -127,7 +151,7 @@ class PointwiseBySliceOp(BlockOp):
             _check_pointwise_function(function, 1)
         ops.check_activation(x, spec)
         ops.note_operation(self.kind, *functions, spec)
-        return x
+        return replace(x, made_by="")
 
     def run_on_blocks(self, ops, planned, functions, x, spec, dim):
         """Apply a pointwise function of its own to each slice along `dim` of this rank's block of x."""
@@ -154,7 +178,7 @@ class ScaleOp(BlockOp):
     def record_operation(self, ops, x, spec, factor):
         ops.check_activation(x, spec)
         ops.note_operation(self.kind, spec)
-        return x
+        return replace(x, made_by="")
 
     def run_on_blocks(self, ops, planned, x, spec, factor):
         """Multiply this rank's block of x by the number `factor`."""
@@ -269,9 +293,9 @@ class ResidualNormOp(Op):
         if ops.absent(x) or not ops.compiles_functions or planned_norm.over:
             return self.compose_operation(ops, name, x, y, spec, kind, gain, bias, eps)
         first, *second = ops.convert_parameters(planned_norm)
-        drawing = ops.random_drawing(name, spec, x.device)
-        last = second[0] if bias else None
-        return ops.kernels.residual.apply_residual_norm(x, y, first, last, kind, eps, drawing, ops.compile_function)
+        drawing, apply = ops.random_drawing(name, spec, x.device), ops.kernels.residual.apply_residual_norm
+        total, out = apply(x, y, first, second[0] if bias else None, kind, eps, drawing, ops.compile_function)
+        return total, _note_rebuild(ops, out, _norm_function(ops, kind, eps), total, first, *second)
 
 
 class MlpOp(Op):
@@ -357,6 +381,15 @@ def _meter_hidden_rows(ops, function: str, count: int, elements: int) -> Value:
     return ops.pointwise(function, *[ops.tensor(elements) for _ in range(count)])
 
 
+def _norm_function(ops, kind: str, eps: float) -> Callable[..., Any]:
+    """Return the function of a norm over dims that are whole, of x, its gain and its bias if there is one."""
+    statistics = ops.kernels.statistics
+    if kind == "rmsnorm" and ops.compiles_functions:  # LayerNorm is one kernel as it is
+        compute = ops.compile_function(statistics.apply_rms_norm)
+        return lambda x, gain: compute(x, gain, eps)
+    return lambda x, gain, bias=None: statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, ())
+
+
 class NormOp(BlockOp):
     """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`,
     its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
@@ -365,7 +398,8 @@ class NormOp(BlockOp):
 
     def record_operation(self, ops, x, spec, kind, gain, bias, eps=EPS):
         parameters = [gain] if bias is None else [gain, bias]
-        return ops.record_operation(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
+        out = ops.record_operation(self.kind, gain.name, [x], [spec, *parameters], [spec], norm=kind, eps=eps)
+        return out if any(ops.is_dim_split(spec, d) for d in gain.dims) else replace(out, made_by=self.kind)
 
     def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan LayerNorm or RMSNorm: its statistics are merged by collectives over the axes that split its dims."""
@@ -382,27 +416,33 @@ class NormOp(BlockOp):
 
     def run_on_blocks(self, ops, planned, x, spec, kind, gain, bias, eps=EPS):
         """Compute LayerNorm or RMSNorm of this rank's block of x, merging statistics over a split dim."""
-        statistics = ops.kernels.statistics
-        if ops.compiles_functions and kind == "rmsnorm" and not planned.over:  # LayerNorm is one kernel as it is
-            return ops.compile_function(statistics.apply_rms_norm)(x, gain, eps)
-        widths = ops.row_widths(spec, len(planned.operation.parameters[0].dims), planned.over) if planned.over else ()
-        return statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, planned.over, widths)
+        if not planned.over:
+            compute, vectors = _norm_function(ops, kind, eps), [gain] if bias is None else [gain, bias]
+            return _note_rebuild(ops, compute(x, *vectors), compute, x, *vectors)
+        widths, apply = ops.row_widths(spec, gain.dim(), planned.over), ops.kernels.statistics.apply_norm
+        return apply(x, gain, bias, kind, eps, ops.communicator, planned.over, widths)
 
     def meter_memory(self, ops, planned, x, spec, kind, gain, bias, eps=EPS) -> Value:
         """Count the bytes of LayerNorm or RMSNorm, which keeps its input and one or two numbers a row."""
         vectors, dims = [v for v in (gain, bias) if v], planned.operation.parameters[0].dims
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
-        casts, in_pieces = ops.wide != ops.plan.itemsize["compute"], planned.over or ops.device == "cpu"
+        casts, fused = ops.wide != ops.plan.itemsize["compute"], kind == "layernorm" or ops.device != "cpu"
+        fused |= ops.compiles_functions
+        in_pieces = bool(planned.over) or not fused
         saved = [x.storage, *(ops.new(rows, ops.wide) for _ in range(1 + (kind == "layernorm")))]
         saved += [v.storage for v in (vectors if kind == "layernorm" and not planned.over else vectors[:1])]
-        if not planned.over and (kind == "layernorm" or ops.compiles_functions or not in_pieces):
-            return ops.plain(ops.block(spec), [x, *vectors], tuple(saved))
-        wide = ops.widened(x.storage, n)
-        normal, result = ops.new(n, ops.wide), ops.new(n, ops.wide)
-        out = ops.tensor(n) if casts else Value(result, n)
-        del normal, result, wide
-        scratch = n * (casts + (4 if planned.over else 1 + 2 * casts))
-        return ops.plain(out, [x, *vectors], tuple(saved), scratch, ops.wide)
+
+        def allocate() -> MeteredStorage:
+            """Count the result, and what there is beside it until it is there."""
+            wide = ops.widened(None, n * in_pieces)  # noqa: F841
+            scratch = [ops.new(n, ops.wide) for _ in range(in_pieces * (1 + casts))]  # noqa: F841
+            return ops.new(n)
+
+        out = Value(allocate(), n)
+        scratch_elements = n * in_pieces * (casts + (4 if planned.over else 1 + 2 * casts))
+        if not planned.over:
+            out.rebuild = MeteredRebuild((x.storage, *(v.storage for v in vectors)), allocate)
+        return ops.plain(out, [x, *vectors], tuple(saved), scratch_elements, ops.wide)
 
 
 class RotateOp(BlockOp):

@@ -21,6 +21,7 @@ from platform.plan.model_types import (
     Spec,
     tensor_dtype,
 )
+from platform.plan.operation_plan import rebuilds_inputs
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.op import Op
 from platform.plan.operations.registry import OPERATIONS, Ops
@@ -30,9 +31,11 @@ from platform.plan.scheme import REPLICAS, ModelMistake, Scheme, check_specs
 
 @dataclass(frozen=True)
 class Symbol:
-    """Stand-in for an activation while a model's forward pass is recorded; it carries only the type."""
+    """Stand-in for an activation while a model's forward pass is recorded; it carries only the type, and if it is cheap
+    to make again, what it is `made_by`: a norm, or a function of elements by name."""
 
     spec: Spec
+    made_by: str = ""
 
 
 @dataclass
@@ -147,6 +150,15 @@ class Recorder(Ops):
     def note_operation(self, *words: Any) -> None:
         """Take note of a function element by element, of which nothing is planned, by `words` that say which it is."""
         self.functions.append((len(self.operations), *words))
+
+    def forget_origin(self, x: Symbol) -> Symbol:
+        """Return the symbol x as of what is kept, whatever has made it."""
+        return replace(x, made_by="") if isinstance(x, Symbol) else x
+
+    def origin_attributes(self, x: Symbol) -> dict[str, str]:
+        """Return the attribute of a product that says what makes its x again, none where x is kept instead."""
+        made_by = getattr(x, "made_by", "")
+        return {"made_by": made_by} if made_by and not self._recomputing and rebuilds_inputs(self.sizes) else {}
 
     def check_activation(self, x: Symbol, spec: Spec) -> None:
         """Raise ModelMistake if x is no activation, or one of another type than the `spec` that a model declares."""
