@@ -406,11 +406,12 @@ def _combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
 def _row_dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of tokens copied for each of their experts, which the weights show and do not learn from."""
     (x, weights), (out,) = planned.operation.inputs, planned.operation.outputs
-    enter, weight_conversion, leave = planned.conversions
+    enter, weight_conversion, exchange, join = planned.conversions
+    leave = _join_conversions(exchange, join)
     assert isinstance(x, Spec)
-    expert_axes = _axes_holding_experts(plan, out, leave)
+    expert_axes = _axes_holding_experts(plan, out, exchange)
     experts, lent = plan.sizes["experts"] // plan.mesh.count_ranks(expert_axes), plan.scheme.lent
-    counts = [(s, experts + lent * plan.mesh.count_ranks(s.axes)) for s in leave.forward]
+    counts = [(s, experts + lent * plan.mesh.count_ranks(s.axes)) for s in exchange.forward]
     told = [Collective("all_to_all", s.axes, n, "integers", "forward", s.only) for s, n in counts]
     choice = Operand(weights, weight_conversion, constant=True, renamed=_place_on_experts(expert_axes))
     yield Form((Operand(x, enter), choice), out, leave, beside=told)
@@ -419,15 +420,22 @@ def _row_dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]
 def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a weighted sum over experts, of the rows that came back to their tokens."""
     (y, weights), (out,) = planned.operation.inputs, planned.operation.outputs
-    enter, weight_conversion, leave = planned.conversions
+    split, exchange, weight_conversion, leave = planned.conversions
+    enter = _join_conversions(split, exchange)
     assert isinstance(y, Spec)
     weight_spread = Spread.build_from_layout(weights.dims, plan.layout(weights))
     for step in weight_conversion.forward:
         weight_spread = apply_step(weight_spread, step)
-    holding = _axes_holding_experts(plan, y, enter)
+    holding = _axes_holding_experts(plan, y, exchange)
     apart, back = _place_on_experts(holding), _place_on_experts(holding, weight_spread.split["batch"])
     operands = Operand(y, enter, renamed=back), Operand(weights, weight_conversion, renamed=apart)
     yield Form(operands, out, leave, linear=True)
+
+
+def _join_conversions(first: Conversion, second: Conversion) -> Conversion:
+    """Return the conversion that takes the steps of both, one after the other."""
+    forward, backward = (*first.forward, *second.forward), (*second.backward, *first.backward)
+    return replace(second, forward=forward, backward=backward, before=first.before)
 
 
 def _axes_holding_experts(plan: Plan, rows: Spec, exchange: Conversion) -> tuple[str, ...]:

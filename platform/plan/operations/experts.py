@@ -101,13 +101,26 @@ class RouteOp(Op):
         return results[0], results[1] if len(leave) > 1 else None
 
 
+def find_sharing_axes(planner: Planner, out: Spec, exchanged: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes over which experts of tokens of type `out` are split, if these divide the tokens' last dim."""
+    # ranks along them have the same tokens; over `exchanged` each sends a part, and the parts are joined at the experts
+    d = out.dims[-1]
+    taken = planner.scheme.activation_layout(out.region, ("experts", "batch", "length", d))
+    inside = planner.scheme.activation_layout(out.region, ("d_ff",))["d_ff"]
+    axes = tuple(a for a in inside if a not in (*taken.axes, *taken.only))
+    divides = planner.tensor_sizes(out)[d] % planner.mesh.count_ranks((*taken[d], *axes)) == 0
+    return axes if exchanged and divides else ()
+
+
 class RowEnds(NamedTuple):
     """Layout of `tokens` where they become rows, and are summed. Ranks along `held` have the same tokens and make rows
-    for other experts; ranks along `exchanged` have other tokens, and send rows to each other's experts."""
+    for other experts; ranks along `exchanged` have other tokens, and send rows to each other's experts. Ranks along
+    `sharing` have the same experts, and each sends a part of each row."""
 
     tokens: Layout
     held: tuple[str, ...]
     exchanged: tuple[str, ...]
+    sharing: tuple[str, ...]
 
     @classmethod
     def find_row_layout(cls, planner: Planner, spec: Spec, out: Spec) -> RowEnds:
@@ -124,8 +137,9 @@ class RowEnds(NamedTuple):
                 raise ValueError(f"{dim}={planner.sizes[dim]} would be split over {'+'.join(axes)}")
         exchanged = tuple(a for a in goal["experts"] if a in kept_axes)
         held = tuple(a for a in goal["experts"] if a not in kept_axes)
-        rules = {"length": goal["length"], "batch": batch, d: goal[d]}
-        return cls(Layout.build_canonical(rules, goal.only), held, exchanged)
+        sharing = find_sharing_axes(planner, out, exchanged)
+        rules = {"length": goal["length"], "batch": batch, d: (*goal[d], *sharing)}
+        return cls(Layout.build_canonical(rules, goal.only), held, exchanged, sharing)
 
     @property
     def compute_axes(self) -> tuple[str, ...]:
@@ -136,10 +150,26 @@ class RowEnds(NamedTuple):
         """Return the conversion of rows of type `out` to their experts' ranks, in the sizes of the worst routing."""
         length, batch, width = planner.local_shape(spec, self.tokens)
         experts = planner.sizes["experts"] // planner.mesh.count_ranks(self.held)
-        before, after = (length * batch * min(chosen, experts), width), planner.local_shape(out)
+        before = length * batch * min(chosen, experts), width
+        after = planner.local_shape(out, self.layout_of_sent_rows(planner, out))
         exchange = RelayoutStep("all_to_allv", planner.mesh.order_axes(self.exchanged), 0, 1, self.tokens.only, after)
         steps = ((exchange,), (replace(exchange, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
         return Conversion(steps[0], steps[1], before, after, tensor_dtype(out), True)
+
+    def layout_of_sent_rows(self, planner: Planner, out: Spec) -> Layout:
+        """Return the layout of rows of type `out` at their experts' ranks as they are sent: parts of each."""
+        layout, d = planner.layout(out), out.dims[-1]
+        partial = tuple(a for a in layout.partial if a not in self.sharing)
+        return replace(Layout.build_canonical({**layout, d: self.tokens[d]}, layout.only), partial=partial)
+
+    def join_conversion(self, planner: Planner, out: Spec) -> Conversion:
+        """Return the conversion that joins the parts of rows at their experts, and sums and splits their gradients."""
+        source, target = self.layout_of_sent_rows(planner, out), planner.layout(out)
+        return planner.operand_conversion(out, target, [a for a in target.gradient if a in self.sharing], source=source)
+
+    def split_conversion(self, planner: Planner, made: Spec) -> Conversion:
+        """Return the conversion of rows that experts have `made` to the parts that ranks send back."""
+        return planner.operand_conversion(made, self.layout_of_sent_rows(planner, made), ())
 
     def collectives_of_row_counts(self, planner: Planner) -> list[Collective]:
         """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
@@ -185,14 +215,14 @@ class DispatchRowsOp(Op):
         enter_weights = planner.operand_conversion(weights, ends.tokens.restrict_dims(weights.dims), ends.compute_axes)
         rows = ends.row_conversion(planner, spec, out, operation["chosen"])
         enter = planner.operand_conversion(spec, ends.tokens, (*ends.compute_axes, *planner.layout(out).gradient))
-        conversions = [enter, replace(enter_weights, backward=()), rows]
+        conversions = [enter, replace(enter_weights, backward=()), rows, ends.join_conversion(planner, out)]
         counts = ends.collectives_of_row_counts(planner)
         return assemble_plan(planner, operation, ends.tokens, conversions, counts, compute_axes=ends.compute_axes)
 
     def run_on_blocks(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
         planned = ops.operation_plan(self.kind, name)
-        enter, weights_conversion, _ = planned.conversions
+        enter, weights_conversion, _, join = planned.conversions
         x, weights = ops.convert_blocks((x, weights.detach()), (enter, weights_conversion))
         if ops.absent(x):
             return x, None
@@ -202,11 +232,11 @@ class DispatchRowsOp(Op):
         seats = kernel.ExpertSeats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
         counts = kernel.count_rows(ops.communicator, weights, seats, chosen)
         ops.record_sent_rows(name, zip(seats.experts_by_seat, counts.given, strict=True))
-        return kernel.dispatch_rows(ops.communicator, x, counts), counts
+        return ops.convert_block(kernel.dispatch_rows(ops.communicator, x, counts), join), counts
 
     def meter_memory(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:
         """Count the memory of rows by the worst routing; of their places integers are kept."""
-        enter, weights_conversion, rows = ops.operation_plan(self.kind, name).conversions
+        enter, weights_conversion, rows, join = ops.operation_plan(self.kind, name).conversions
         x, weights = ops.convert_blocks((x, weights), (enter, weights_conversion))
         if ops.absent(x):
             return x, x
@@ -224,7 +254,7 @@ class DispatchRowsOp(Op):
             return [total]
 
         ops.note_operation([expert_rows], [x], (places,), meter_backward)
-        return expert_rows, places
+        return ops.convert_block(expert_rows, join), places
 
 
 class CombineRowsOp(Op):
@@ -247,27 +277,30 @@ class CombineRowsOp(Op):
         ends = RowEnds.find_row_layout(planner, out, spec)
         sent = ends.row_conversion(planner, out, spec, operation["chosen"])
         rows = replace(sent, forward=sent.backward, backward=sent.forward, before=sent.after, after=sent.before)
-        partial = planner.layout(spec).partial
+        partial = ends.layout_of_sent_rows(planner, spec).partial
         axes = (*ends.compute_axes, *partial)
         enter_weights = planner.operand_conversion(weights, ends.tokens.restrict_dims(weights.dims), axes)
         summands = replace(ends.tokens, partial=(*ends.held, *partial))
-        conversions = [rows, enter_weights, planner.operand_conversion(out, planner.layout(out), (), source=summands)]
+        leave = planner.operand_conversion(out, planner.layout(out), (), source=summands)
+        conversions = [ends.split_conversion(planner, spec), rows, enter_weights, leave]
         return assemble_plan(planner, operation, ends.tokens, conversions, compute_axes=ends.compute_axes)
 
     def run_on_blocks(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         """Send the rows of this rank's experts back, and add up the rows of its tokens."""
-        _, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
+        split, _, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
         weights = ops.convert_block(weights, weights_conversion)
         if counts is None:
             return ops.convert_block(ops.build_empty_block([y, weights]), leave)
+        y = ops.convert_block(y, split)
         return ops.convert_block(ops.kernels.expert_rows.combine_rows(ops.communicator, y, weights, counts), leave)
 
     def meter_memory(self, ops, name, y, spec, counts, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
-        rows, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
+        split, rows, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
         weights = ops.convert_block(weights, weights_conversion)
         if ops.absent(y):
             return ops.convert_block(ops.build_empty_block([y, weights]), leave)
+        y = ops.convert_block(y, split)
         sent_elements, received_elements, by_expert = prod(rows.after), prod(rows.before), weights.elements
         back = _meter_moved_rows(ops, y, rows, sent_elements)
         total = ops.tensor(prod(leave.before))
@@ -317,6 +350,15 @@ def _check_slot_types(name: str, spec, out) -> None:
         )
 
 
+def _layout_beside_slots(planner: Planner, spec: Spec, places: Spec) -> Layout:
+    """Return the layout of tokens of type `spec` where they go to slots of type `places`, or come from there."""
+    at_experts, d = planner.layout(places), spec.dims[-1]
+    layout = planner.layout(spec).restrict_dims(spec.dims[1:]).drop_axes((*at_experts.gradient, *at_experts.partial))
+    sharing = find_sharing_axes(planner, places, [a for a in at_experts["experts"] if a in layout["batch"]])
+    sharing = tuple(a for a in sharing if a not in (*layout.axes, *layout.only))  # along which the tokens are the same
+    return Layout.build_canonical({**layout, d: (*layout[d], *sharing)}, layout.only)
+
+
 class DispatchOp(BlockOp):
     """Activation x of type `spec` [length batch d_model] in the slots of experts: `out` [experts batch slots d_model].
     A token lies in the next free slot of each of its sequence's experts whose weight, of type `of_weights`, is not 0:
@@ -334,11 +376,11 @@ class DispatchOp(BlockOp):
     def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the gathers of whole sequences, and the conversion of the slots; weights get no gradient from here."""
         (spec, of_weights), (out,) = operation.inputs, operation.outputs
-        goal = planner.layout(out)
-        layout = planner.layout(spec).restrict_dims(spec.dims[1:]).drop_axes(goal.gradient)
+        goal, layout = planner.layout(out), _layout_beside_slots(planner, spec, out)
         weights_conversion = planner.operand_conversion(of_weights, layout.restrict_dims(of_weights.dims), layout.axes)
         enter = planner.operand_conversion(spec, layout, (*layout.axes, *goal.gradient))
-        leave = planner.operand_conversion(out, goal, goal.axes, source=layout)
+        summed = (a for a in goal.gradient if a in layout.axes)
+        leave = planner.operand_conversion(out, goal, (*goal.axes, *summed), source=layout)
         conversions = [enter, replace(weights_conversion, backward=()), leave]
         return assemble_plan(planner, operation, layout, conversions)
 
@@ -380,12 +422,12 @@ class CombineOp(BlockOp):
     def plan_operation(self, planner, operation) -> PlannedOperation:
         """Plan the sum where the sequences are: the slots of all experts are converted to there."""
         (spec, weights), (out,) = operation.inputs, operation.outputs
-        partial = planner.layout(spec).partial
-        layout = planner.layout(out).restrict_dims(out.dims[1:]).drop_axes(partial)
+        layout = _layout_beside_slots(planner, out, spec)
+        partial = tuple(a for a in planner.layout(spec).partial if a not in layout.axes)
         enter = planner.operand_conversion(spec, replace(layout.restrict_dims(spec.dims), partial=partial), layout.axes)
         axes = (*layout.axes, *partial)
         enter_weights = planner.operand_conversion(weights, layout.restrict_dims(weights.dims), axes)
-        leave = planner.result_conversion(out, replace(layout, partial=partial))
+        leave = planner.operand_conversion(out, planner.layout(out), (), source=replace(layout, partial=partial))
         return assemble_plan(planner, operation, layout, [enter, enter_weights, leave])
 
     def run_on_blocks(self, ops, planned, name, y, spec, weights, of_weights, out, chosen):

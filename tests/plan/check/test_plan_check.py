@@ -44,6 +44,7 @@ CASES = {
     "sub_grids": lambda: configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}, data=2),
     "zero": lambda: configure("1d", {"t": 2}, data=2, zero=1),
     "experts": lambda: configure("1d", {"t": 2}, data=2, experts_of=2, **MODELS["experts"]),
+    "experts of a rank": lambda: configure("1d", {"t": 2}, data=2, **MODELS["experts"]),
     "experts, 2d": lambda: configure("2d", {"r": 2, "c": 2}, data=2, experts_of=2, zero=1, **MODELS["experts"]),
     "rows": lambda: configure("1d_sp", {"t": 2}, data=2, experts_of=2, **MODELS["experts"] | {"capacity_factor": 0.0}),
     "latent": lambda: configure("1d_sp", {"t": 2}, data=2, **MODELS["latent"]),
@@ -175,11 +176,17 @@ MUTANTS = {
         "experts, 2d", operation("project", "*.mlp.router", in_16_bits),
         "lists 1 and takes 0 times all_reduce of 128 elements over c in its forward pass, in the compute type"),
     "a sum of tokens that nobody takes": (
-        "experts", step("combine", "*", "2", "forward", without("all_reduce")),
+        "experts of a rank", step("combine", "*", "2", "forward", without("all_reduce")),
         "result stream[length batch d_model] is partial over t, and has to be whole"),
     "a gradient of tokens that nobody sums": (
-        "experts", step("dispatch", "*", "0", "backward", without("all_reduce")),
+        "experts of a rank", step("dispatch", "*", "0", "backward", without("all_reduce")),
         "gradient of stream[length batch d_model] is partial over t, and has to be whole"),
+    "parts of rows that nobody joins": (
+        "rows", step("dispatch_rows", "*", "3", "forward", without("all_gather")),
+        "is split along d_model over t, and has to be whole"),
+    "gradients of parts of slots that nobody sums": (
+        "experts", step("dispatch", "*", "2", "backward", without("reduce_scatter")),
+        "is partial over t, and has to be split along d_model"),
     "weights of a part of the sum": (
         "experts", step("combine", "*", "1", "backward", without("all_reduce")),
         "gradient of stream[length batch experts] accumulate is partial over t"),
