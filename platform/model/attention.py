@@ -173,6 +173,8 @@ class Attention(Residual):
             turn: dict[str, Any] = {"theta": self.config.rope_theta, "scaling": self.scaling}
             q = ops.rotate(f"{self.name}.query", q, s.query, **turn, pairs=self.config.rope_pairs)
             k = ops.rotate(f"{self.name}.key", k, s.key, **turn, pairs=self.config.rope_pairs)
+            # in memory of its own, as that of the product of all three would be kept with it
+            v = v if self.key_norm else ops.scale(v, s.key, 1.0)
         moves = [(f"{self.name}.query_core", q, s.query, s.core_query)]
         if k is not None:
             moves += [(f"{self.name}.{x}_core", t, m.key, m.core_key) for x, t in (("key", k), ("value", v))]

@@ -134,8 +134,7 @@ def record_chunks(
         results."""
         recorded, key = find_recordings(model, ops), (tuple(part), flow_specs(flow))
         if key not in recorded:
-            received = {name: replace(x, made_by="") for name, x in flow.items()}
-            recorded[key] = ops, model.part(ops, inputs, received, part)
+            recorded[key] = ops, model.part(ops, inputs, {n: replace(x, made_by="") for n, x in flow.items()}, part)
         return recorded[key]
 
     def flow_specs(flow: Mapping[str, Symbol]) -> FlowSpecs:

@@ -341,8 +341,8 @@ def _bytes_to_rebuild(plan: Plan, operation: Operation, group: EinsumGroup) -> f
     made_by = operation["made_by"]
     arguments = POINTWISE.get(made_by)
     accesses = Ops.pointwise.accesses_by_inputs[arguments] if arguments else OPERATIONS[made_by].memory_accesses
-    elements = prod(group.x.before) * even_routing_share(plan.planner, operation)
-    return accesses[0] * elements * plan.itemsize["compute"]
+    share = even_routing_share(plan.planner, operation)
+    return accesses[0] * prod(group.x.before) * share * plan.itemsize["compute"]
 
 
 def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[MatrixProduct]:

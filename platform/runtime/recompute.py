@@ -138,19 +138,16 @@ class Rebuild(NamedTuple):
     tensors: Sequence[Tensor]
 
 
-_REBUILD = "_rebuild"  # attribute of an activation
-
-
 def note_rebuild(y: Tensor, compute: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
     """Return the activation y, noting on it that compute(*arguments) makes it again (`find_rebuild`)."""
     if torch.is_grad_enabled():
-        setattr(y, _REBUILD, Rebuild(compute, [x.detach() for x in arguments]))
+        y.rebuild = Rebuild(compute, [x.detach() for x in arguments])  # type: ignore[attr-defined]
     return y
 
 
 def find_rebuild(x: Tensor) -> Rebuild | None:
     """Return the way to make the activation x again, if `note_rebuild` has noted one on it."""
-    return getattr(x, _REBUILD, None)
+    return getattr(x, "rebuild", None)
 
 
 Arriving = Callable[[], Tensor]  # waits for an activation that is under way, and returns it

@@ -20,7 +20,7 @@ from platform.plan.operation_plan import (
     PlannedOperation,
     shapes_along_steps,
 )
-from platform.plan.operations.op import Gradients, MeteredRebuild, MeteredStorage, Op, Saved, Value, global_extents
+from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, global_extents
 from platform.plan.planner import Planner
 from platform.plan.rule import Contraction, Conversion
 from platform.plan.scheme import ModelMistake
@@ -103,8 +103,8 @@ class ProjectOp(_Products):
         if ("rows" in spec.dims) != (counts is not None):
             raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
         of_rows = {} if counts is None else {"layer": counts}
-        attributes = of_rows | ops.origin_attributes(x)
-        products = ops.record_operation(self.kind, weights[0].name, [x], [spec, *weights], outs, **attributes)
+        of_rows |= {} if "vocab" in outs[0].dims else ops.origin_attributes(x)  # a loss that is one with it keeps x
+        products = ops.record_operation(self.kind, weights[0].name, [x], [spec, *weights], outs, **of_rows)
         products = products if len(outs) > 1 else (products,)
         for y, bias, out in zip(products, biases, outs, strict=bool(biases)):
             ops.shift(y, out, bias, counts)
@@ -289,9 +289,7 @@ def meter_converted_group(
     return group_results
 
 
-def _list_saved_storages(
-    group: EinsumGroup, stored: Sequence[Value], converted: Sequence[Value], rebuild: MeteredRebuild | None
-) -> Saved:
+def _list_saved_storages(group: EinsumGroup, stored: Sequence[Value], converted: Sequence[Value], rebuild) -> Saved:
     """Return the storages that an einsum group keeps: of x and its operands, then of what makes x again."""
     regathered = [group.regathered, *(e.regathered for e in group.einsums)]
     choices = zip(stored, converted, regathered, strict=True)

@@ -167,10 +167,6 @@ class RowEnds(NamedTuple):
         source, target = self.layout_of_sent_rows(planner, out), planner.layout(out)
         return planner.operand_conversion(out, target, [a for a in target.gradient if a in self.sharing], source=source)
 
-    def split_conversion(self, planner: Planner, made: Spec) -> Conversion:
-        """Return the conversion of rows that experts have `made` to the parts that ranks send back."""
-        return planner.operand_conversion(made, self.layout_of_sent_rows(planner, made), ())
-
     def collectives_of_row_counts(self, planner: Planner) -> list[Collective]:
         """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
         axes = planner.mesh.order_axes(self.exchanged)
@@ -277,12 +273,12 @@ class CombineRowsOp(Op):
         ends = RowEnds.find_row_layout(planner, out, spec)
         sent = ends.row_conversion(planner, out, spec, operation["chosen"])
         rows = replace(sent, forward=sent.backward, backward=sent.forward, before=sent.after, after=sent.before)
-        partial = ends.layout_of_sent_rows(planner, spec).partial
-        axes = (*ends.compute_axes, *partial)
+        parts = ends.layout_of_sent_rows(planner, spec)
+        axes = (*ends.compute_axes, *parts.partial)
         enter_weights = planner.operand_conversion(weights, ends.tokens.restrict_dims(weights.dims), axes)
-        summands = replace(ends.tokens, partial=(*ends.held, *partial))
+        summands = replace(ends.tokens, partial=(*ends.held, *parts.partial))
         leave = planner.operand_conversion(out, planner.layout(out), (), source=summands)
-        conversions = [ends.split_conversion(planner, spec), rows, enter_weights, leave]
+        conversions = [planner.operand_conversion(spec, parts, ()), rows, enter_weights, leave]
         return assemble_plan(planner, operation, ends.tokens, conversions, compute_axes=ends.compute_axes)
 
     def run_on_blocks(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):

@@ -75,7 +75,7 @@ class LinearCrossEntropyOp(Op):
 
     def compose_operation(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
         """Compose the loss of a product with the vocabulary table from `project` and `cross_entropy`."""
-        (logits,) = ops.project(ops.forget_origin(x), x_spec, (table,), (spec,), (bias,) if bias else ())
+        (logits,) = ops.project(x, x_spec, (table,), (spec,), (bias,) if bias else ())
         return ops.cross_entropy(name, logits, spec, labels, smoothing)
 
     def run_on_blocks(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):

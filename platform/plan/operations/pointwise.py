@@ -88,8 +88,8 @@ def pointwise_function(ops, function: str, *, compiles: bool = True) -> Callable
         return compute
     if compiles and ops.compiles_functions:
         return ops.compile_function(compute)
-    recompute = ops.kernels.recompute
-    return recompute.gated_silu if function == "gated_silu" else partial(recompute.keep_arguments, compute)
+    kernel = ops.kernels.recompute
+    return kernel.gated_silu if function == "gated_silu" else partial(kernel.keep_arguments, compute)
 
 
 def _note_rebuild(ops, y, compute: Callable[..., Any], *arguments):
@@ -383,11 +383,10 @@ def _meter_hidden_rows(ops, function: str, count: int, elements: int) -> Value:
 
 def _norm_function(ops, kind: str, eps: float) -> Callable[..., Any]:
     """Return the function of a norm over dims that are whole, of x, its gain and its bias if there is one."""
-    statistics = ops.kernels.statistics
     if kind == "rmsnorm" and ops.compiles_functions:  # LayerNorm is one kernel as it is
-        compute = ops.compile_function(statistics.apply_rms_norm)
+        compute = ops.compile_function(ops.kernels.statistics.apply_rms_norm)
         return lambda x, gain: compute(x, gain, eps)
-    return lambda x, gain, bias=None: statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, ())
+    return lambda x, gain, bias=None: ops.kernels.statistics.apply_norm(x, gain, bias, kind, eps, ops.communicator, ())
 
 
 class NormOp(BlockOp):

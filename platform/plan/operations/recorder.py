@@ -151,10 +151,6 @@ class Recorder(Ops):
         """Take note of a function element by element, of which nothing is planned, by `words` that say which it is."""
         self.functions.append((len(self.operations), *words))
 
-    def forget_origin(self, x: Symbol) -> Symbol:
-        """Return the symbol x as of what is kept, whatever has made it."""
-        return replace(x, made_by="") if isinstance(x, Symbol) else x
-
     def origin_attributes(self, x: Symbol) -> dict[str, str]:
         """Return the attribute of a product that says what makes its x again, none where x is kept instead."""
         made_by = getattr(x, "made_by", "")

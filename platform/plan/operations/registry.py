@@ -103,10 +103,6 @@ class Ops:
         cached = resize_dim(spec, "length", self.cache.capacity)
         return cached.rename_dim("length", "memory_length") if self.is_dim_split(spec, "memory_length") else cached
 
-    def forget_origin(self, x: Any) -> Any:
-        """Return the activation x, which an operation keeps even if it is cheap to make again."""
-        return x
-
     def watch(self, name: str, x: Any, spec: Spec) -> Any:
         """Return the activation x, the output of the layer `name`, which monitoring of a run may see."""
         return x

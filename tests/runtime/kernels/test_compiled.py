@@ -11,12 +11,14 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
+from platform.model import forget_models
+from platform.plan import operation_plan
 from platform.predict.make_plan import make_plan
 from platform.runtime import chunked_loss, compilation, residual
 from platform.runtime.communicator import SingleRank
 from platform.runtime.compilation import compile_region, reason_uncompiled
 from platform.runtime.residual import Drawing, drop_elements
-from tests.harness.oracle import MODELS, configure, prove, trainer_of, validation_loss
+from tests.harness.oracle import MODELS, configure, prove, serial, trainer_of, validation_loss
 
 LLAMA = MODELS["llama"]
 
@@ -100,6 +102,17 @@ def test_equals_one_process(more, traced):
     """What is traced computes the same, with ranks as threads too; the oracle compiles nothing."""
     prove(compiling(**more))
     assert traced["unique_graphs"]
+
+
+@pytest.mark.parametrize("more", [{"dropout": 0.1}, {"tensor": "1d_sp", "axes": {"t": 2}}], ids=["one", "1d_sp"])
+def test_inputs_made_again(more, traced, monkeypatch):
+    """By the compiled functions that have made them, where a sum and its norm are one of these, and where not."""
+    serial(c := compiling(**{**LLAMA, "layers": 1, **more}))
+    forget_models()
+    monkeypatch.setattr(operation_plan, "REBUILT_FROM", 0)
+    plan, _ = prove(c)
+    assert any("made_by" in dict(o.operation.attributes) for o in plan.operations.values())
+    forget_models()
 
 
 @pytest.fixture
