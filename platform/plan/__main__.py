@@ -297,7 +297,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
         hardware,
         named=bool(arguments.hardware),
         tokens=arguments.tokens,
-        compose_change=lambda typed: _compose_config(arguments, replace_overrides(arguments.overrides, typed)),
+        seeks_changes=True,
     )
     if arguments.json:
         print(json.dumps(explanation))

@@ -122,12 +122,12 @@ class Operation:
     recomputed: bool = False
     once: bool = False
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """Return the model parameters among the operation's inputs, without states."""
         return tuple(t for t in self.inputs if isinstance(t, Parameter) and not t.is_state)
 
-    @property
+    @cached_property
     def states(self) -> tuple[Parameter, ...]:
         """Return the states among the operation's inputs: parameters without gradient."""
         return tuple(t for t in self.inputs if isinstance(t, Parameter) and t.is_state)

@@ -277,4 +277,6 @@ def pause_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            gc.freeze()  # and back: all are then old, and the next search for cycles of young objects skips them
+            gc.unfreeze()
             gc.enable()

@@ -172,7 +172,8 @@ class SearchSpace:
         if not is_open_key(self.config, "tensor"):
             return {table.scheme: table}
         redundant = () if self.read_set_size("data") else ("2p5d",)  # its depth is a number of replicas
-        return {n: replace(t, uneven=table.uneven) for n, t in load_shipped_schemes().items() if n not in redundant}
+        shipped = {n: replace(t, uneven=table.uneven) for n, t in load_shipped_schemes().items() if n not in redundant}
+        return {n: table if n == table.scheme else t for n, t in shipped.items()}  # its regions may be the user's
 
     def axis_sizes(self, scheme: str) -> dict[str, int]:
         """Return the axes of a tensor scheme, in order, with their sizes; 0 for a size that is left open."""

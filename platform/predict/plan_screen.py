@@ -10,7 +10,7 @@ from typing import Any
 
 from platform.boundary.redaction import redact_secrets
 from platform.config.extensions import flatten_own_settings
-from platform.config.fields import Compose, Config
+from platform.config.fields import Config
 from platform.config.groups import AUTO
 from platform.model import build_model
 from platform.optimizer.optimizers import count_state_numbers, reason_against_early_update
@@ -233,12 +233,11 @@ def explain_config(
     hardware: Hardware,
     named: bool = False,
     tokens: float | None = None,
-    compose_change: Compose | None = None,
+    seeks_changes: bool = False,
 ) -> dict[str, Any]:
     """Return what there is to say of a configuration's plan, as JSON-able data. `tiers`: workers in one of each, as of
     `explain`; `hardware`: the one for which steps are priced, `named` by the user; `tokens`: the number of a run's, by
-    default as its steps have; `compose_change`: the function that gives the configuration with a change, for the
-    changes that would gain most."""
+    default as its steps have; `seeks_changes`: True if the changes that would gain most are to be found."""
     needed, step = predict_footprints(config, plan), step_price(config, plan, hardware)
     stated = named or bool(read_chosen_hardware(config))
     device = _find_stated_device(config, hardware if stated else None)
@@ -263,11 +262,11 @@ def explain_config(
         more=more,
         rings=device_kind(config) == "cuda",
     )
-    if compose_change and not config.plan.search:
+    if seeks_changes and not config.plan.search:
         from platform.predict.remedies import find_best_changes
 
         most, memory = max(f.total_bytes for f in needed), device["memory"] if device else inf
-        changes = find_best_changes(config, compose_change, step.seconds, most, memory, hardware)
+        changes = find_best_changes(config, step.seconds, most, memory, hardware)
         explanation["changes"] = [asdict(change) for change in changes]
     return explanation
 

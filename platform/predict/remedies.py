@@ -14,9 +14,9 @@ from itertools import islice, product
 from math import gcd, inf
 from typing import Any
 
-from platform.boundary.refusals import NEAREST, ConfigError, format_violation
+from platform.boundary.refusals import NEAREST, format_violation
 from platform.boundary.terminal import show_phase
-from platform.config.fields import Compose, Config
+from platform.config.fields import Config
 from platform.config.layout_rules import OPEN_KEYS
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
@@ -32,8 +32,7 @@ from platform.predict.memory_budget import (
     predict_host_bytes,
     predict_peak_bytes,
 )
-from platform.predict.search import ContenderGrid, Rated
-from platform.predict.step_price import step_price
+from platform.predict.search import ContenderGrid, Rated, plan_finalist
 
 SHOWN = 3  # changes
 DEEP = 32  # layers, beyond which no more plans than are shown are priced: each takes milliseconds for a layer
@@ -53,13 +52,11 @@ class Change:
     memory: int | None
 
 
-def find_best_changes(
-    config: Config, compose_change: Compose, seconds: float, needed: float, memory: float, hardware: Hardware
-) -> list[Change]:
+def find_best_changes(config: Config, seconds: float, needed: float, memory: float, hardware: Hardware) -> list[Change]:
     """Return the changes of a configuration by which its plan would gain most, the best first: to fit `memory` bytes of
     a worker, if it needs more, else to take less than its `seconds` of a step on a hardware. If no change of one
     part makes it fit, changes of several CHEAP parts are tried, and the one with the least memory is returned if all
-    fail. `compose_change`: gives the configuration with a change."""
+    fail."""
     if config.pipeline.kind not in SCHEDULES or config.plan.search:
         return []
     space = SearchSpace(_open_keys(config))
@@ -74,9 +71,15 @@ def find_best_changes(
 
     def price_best(promising: Sequence[Rated]) -> list[Change]:
         """Plan and price the first contenders; return the changes that lead to them and have a legal plan."""
-        changes = [(_list_overrides(current, one.choice, space), one.memory > sure) for one in promising[:most]]
-        tried = [_price_change(compose_change, config, typed, hardware, measured) for typed, measured in changes]
-        return sorted(filter(None, tried), key=lambda change: change.seconds)
+        planned = [(one, plan_finalist(space, one.choice, hardware)) for one in promising[:most]]
+        changes = [
+            Change(
+                _list_overrides(current, f.choice, space), f.price.seconds, f.peak_memory if one.memory > sure else None
+            )
+            for one, f in planned
+            if f
+        ]
+        return sorted(changes, key=lambda change: change.seconds)
 
     least = (1 - LEAST) * seconds if needed <= memory else inf
     gains = [c for c in price_best(promising) if (c.memory or 0) <= memory and c.seconds < least]
@@ -89,21 +92,6 @@ def find_best_changes(
     )
     tried = price_best(fewest)
     return [c for c in tried if (c.memory or 0) <= memory][:SHOWN] or price_best(by_memory[:1])
-
-
-def _price_change(
-    compose_change: Compose, config: Config, typed: tuple[str, ...], hardware: Hardware, measured: bool
-) -> Change | None:
-    """Plan and price a configuration with a change, `measured` if its memory is in doubt; None if it is refused."""
-    try:
-        changed = compose_change(typed)
-    except ConfigError:
-        return None
-    changed.parallel.data = config.parallel.data if changed.parallel.data == -1 else changed.parallel.data
-    if (plan := plan_quickly(changed)) is None:
-        return None
-    memory = predict_peak_bytes(changed, plan) if measured else None
-    return Change(typed, step_price(changed, plan, hardware).seconds, memory)
 
 
 def _open_keys(config: Config) -> Config:

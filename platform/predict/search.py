@@ -50,7 +50,7 @@ from platform.predict.step_price import choose_pricing_hardware, memory_of_worke
 NEAR, BAND, IN_BAND = 2.0, 1.1, 4
 THINNEST = 1 / 16  # of the memory that there is: less makes no difference
 MOST, LEAST, LAYERS = 16, 8, 1000  # finalists that are planned though none can win: of so many layers together
-PATIENCE = 3  # times as many are planned at most without a better one that fits, and twice as many without any
+PATIENCE = 2  # times as many are planned at most without a better one that fits, and twice as many without any
 TRUST = 2.0  # times the estimate of one that takes half of the memory: slower ones are dropped
 LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
 ERRORS = 0.9, 0.8  # price by estimate of seconds, and of memory, that a mode of which none was planned may have
@@ -209,7 +209,7 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
         if seconds[i] == inf or (seconds[i] >= best and len(finalists) >= shown):
             break
         unplanned[i], since_better = False, since_better + 1
-        if finalist := _plan_finalist(space, rated[i].choice, hardware):
+        if finalist := plan_finalist(space, rated[i].choice, hardware):
             finalists.append(finalist)
             note_quotient(0, i, finalist.price.seconds)
             if finalist.price.seconds < best:
@@ -219,7 +219,7 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
     if best == inf:  # the ones that need least are shown to the user
         needed = (estimates * _expect_quotients(least, families)[:, mode_of])[1][unplanned]
         thrifty = np.flatnonzero(unplanned)[np.argsort(needed, kind="stable")][:LACKING]
-        finalists += filter(None, (_plan_finalist(space, rated[i].choice, hardware) for i in thrifty))
+        finalists += filter(None, (plan_finalist(space, rated[i].choice, hardware) for i in thrifty))
     return sorted(finalists, key=lambda f: f.sort_key)
 
 
@@ -234,7 +234,7 @@ def _expect_quotients(least: NDArray[np.float64], families: NDArray[np.intp]) ->
     return np.where(np.isinf(least), unseen, np.array(WITHIN)[:, None] * least)
 
 
-def _plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware) -> Finalist | None:
+def plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware) -> Finalist | None:
     """Plan and price one contender; None if it is refused."""
     config = space.build_config(choice)
     if violations_of_configuration(config) or (plan := plan_quickly(config)) is None:
