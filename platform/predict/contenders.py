@@ -59,6 +59,12 @@ def choosable(default: Any, *row: Any) -> Any:
     return field(default=default, metadata={"row": ChoosableKey(*row)})
 
 
+def leaves_stages_even(layers: int, stages: Any, chunks: int) -> Any:
+    """Return whether chunks leave a model's deepest stage no deeper than one chunk for each stage does, of one number
+    of stages or in a column."""
+    return chunks * -(-layers // (stages * chunks)) == -(-layers // stages)
+
+
 def _halve_and_double(number: int) -> tuple[int, int]:
     """Return half a number, and twice as much."""
     return number // 2, 2 * number

@@ -22,7 +22,15 @@ from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number
-from platform.predict.contenders import CHOOSABLE, MOST_CHUNKS, SCHEDULES, SCHEMES, Contender, SearchSpace
+from platform.predict.contenders import (
+    CHOOSABLE,
+    MOST_CHUNKS,
+    SCHEDULES,
+    SCHEMES,
+    Contender,
+    SearchSpace,
+    leaves_stages_even,
+)
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import plan_quickly
 from platform.predict.memory_budget import (
@@ -123,7 +131,8 @@ def _other_schedules(current: Contender, layers: int) -> Iterator[Contender]:
     """Yield the contenders with other schedules of their stages, or other numbers of chunks."""
     if current.stages == 1:
         return
-    numbers = [n for n in range(1, MOST_CHUNKS + 1) if layers % (current.stages * n) == 0]
+    most = min(MOST_CHUNKS, layers // current.stages)
+    numbers = [n for n in range(1, most + 1) if leaves_stages_even(layers, current.stages, n)]
     for kind in SCHEDULES[1:]:
         chunks = [n for n in numbers if (n == 1) == (kind in ONE_CHUNK)]
         if kind == "zb_h1":
@@ -157,8 +166,8 @@ def _adapt_schedule(choice: Contender, layers: int) -> Contender:
     if choice.stages == 1:
         return replace(choice, kind="none", chunks=1)
     kind = "1f1b" if choice.kind == "none" else choice.kind
-    even = [n for n in range(1, choice.chunks + 1) if layers % (choice.stages * n) == 0]
-    chunks = max(even, default=1)
+    most = min(choice.chunks, layers // choice.stages)
+    chunks = max((n for n in range(1, most + 1) if leaves_stages_even(layers, choice.stages, n)), default=1)
     return replace(choice, kind="1f1b" if kind == "interleaved" and chunks == 1 else kind, chunks=chunks)
 
 

@@ -25,7 +25,17 @@ from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_seconds
 from platform.plan.step_collectives import resolve_auto_kernels
-from platform.predict.contenders import AXIS, CHOOSABLE, MODE, SIZE, SKETCH, Contender, SearchSpace, list_parts
+from platform.predict.contenders import (
+    AXIS,
+    CHOOSABLE,
+    MODE,
+    SIZE,
+    SKETCH,
+    Contender,
+    SearchSpace,
+    leaves_stages_even,
+    list_parts,
+)
 from platform.predict.estimate import (
     BASE,
     FEW,
@@ -379,7 +389,7 @@ class ContenderGrid:
         alone = (mode.kind, mode.chunks) in space.single_stage_schedules
         several = (mode.kind, mode.chunks) in space.schedule_choices
         layers = self.search_circumstances.layers
-        even = (layers % (stages * mode.chunks) == 0) | (mode.chunks == space.schedule_choices[0][1])
+        even = leaves_stages_even(layers, stages, mode.chunks) | (mode.chunks == space.schedule_choices[0][1])
         mask = np.where(stages == 1, alone, several & even & (stages * mode.chunks <= layers))
         mask &= stages * mode.chunks * np.ceil(batch / (columns["microbatch"] * columns["data"])) <= MOST_PASSES
         for part in limited:

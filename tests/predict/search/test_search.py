@@ -92,6 +92,20 @@ def test_the_estimate_is_near_the_price_of_the_plan():
         assert one.memory == pytest.approx(predict_peak_bytes(made, plan), rel=0.6), one
 
 
+@pytest.mark.parametrize(("stages", "chunks"), [(8, {2, 4, 8}), (16, {2, 4})])
+def test_layers_that_stages_do_not_divide_are_interleaved_too(stages, chunks):
+    """Llama 3's 126 layers: a stage has 16 or 8 at most, in one chunk or in several, and a shorter bubble in these."""
+    sizes = "model.layers=126", "model.d_model=4096", "model.heads=32", "model.d_ff=16384", "model.length=2048"
+    keys = "train.global_batch=64", "train.microbatch=1", "tensor.axes.t=2", "parallel.data=1", "precision=bf16"
+    given, hardware = (*sizes, *keys, f"pipeline.stages={stages}"), read_hardware("h100")
+    found = search_plans(
+        composed(*given, "pipeline=interleaved", "pipeline.chunks=-1"), 2 * stages, LARGE, hardware
+    ).tried
+    straight = composed(*given, "pipeline=1f1b")
+    assert {f.choice.chunks for f in found} == chunks
+    assert found[-1].price.seconds < step_price(straight, make_plan(straight), hardware).seconds
+
+
 def test_the_same_search_has_the_same_outcome():
     config = composed(*TINY, "tensor=auto", "pipeline=auto", "parallel.data=-1", "train.microbatch=-1")
     first, second = (search_plans(config, 6, LARGE, choose_pricing_hardware(config)) for _ in range(2))
