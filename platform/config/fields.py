@@ -65,7 +65,10 @@ class Config:
         "none", "recomputed in backward: nothing, the inside of attention, or blocks; auto: the planner chooses",
         ("none", "selective", "full"), planned=True, left_open=10,
     )  # fmt: skip
-    recompute_every: int = key(1, "recompute=full: blocks recomputed at a time", ">= 1", most=10_000, planned=True)
+    recompute_every: int = key(
+        1, "recompute=full: blocks recomputed at a time; -1: the planner chooses", ">= 1", most=10_000, planned=True,
+        left_open=12,
+    )  # fmt: skip
     recompute_offload: bool = key(
         False, "recompute=full: keep the inputs of blocks in host memory (on CPUs, a copy that saves nothing)",
         planned=True,

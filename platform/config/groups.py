@@ -287,7 +287,7 @@ class Parallel:
 
     data: int = key(
         1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give",
-        left_open=12,
+        left_open=14,
     )  # fmt: skip
     zero: int = key(
         0, "ZeRO shards over replicas: 1 = optimizer state, 2 = also gradients, 3 = also parameters; -1: the planner"
@@ -352,7 +352,10 @@ class Tensor:
     )  # fmt: skip
     regions: Rules = key({}, "activations: region -> dim -> axes")
     parameters: Rules = key({}, "parameters: role (all, in, out, vector) -> dim -> axes")
-    gathered: str = key("keep", "gathered operands: keep, gather again in backward, or SUMMA's panels", tuple(GATHERED))
+    gathered: str = key(
+        "keep", "gathered operands: keep, gather again in backward, or SUMMA's panels; auto: the planner chooses",
+        tuple(GATHERED), left_open=13,
+    )  # fmt: skip
     uneven: bool = key(False, "dims that axes do not divide are cut into blocks that differ by one")
     layout: Any = key(
         None, "tensor=layout: your own map from dims to axes, one line or YAML",

@@ -30,6 +30,8 @@ MOST_CHUNKS = 16
 MOST_SEQUENCES = 64  # of a microbatch on a replica
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
+STRETCHES = (1, 2, 4, 8)  # blocks recomputed at a time
+GATHERED = ("keep", "again")  # without "panels", the values of tensor.gathered
 # How a key enters the closed form: as a column of sizes, of which those above 1 need another sketch of the model
 # (AXIS) or none (SIZE); with a sketch for each value (SKETCH); as a mode in which all sizes are estimated (MODE), which
 # may ignore it: plans are priced exactly in the end; or as one of the pairs of a schedule and its chunks (SCHEDULE).
@@ -40,13 +42,15 @@ class ChoosableKey(NamedTuple):
     """Row of the table: the `key`, how it `enters` the closed form, the `values` that a space has for a contender (the
     first one goes with any, the others go with parts and axes for which `allows` is true, of one contender or in
     columns), and the values `near` to the contender's own, by default all. Sizes without `values` multiply to the
-    workers."""
+    workers. A key that `refines` has its first value in all contenders, and the others in the best ones that may lack
+    memory."""
 
     key: str
     enters: str
     values: Callable[[SearchSpace, Contender], Iterable[Any]] | None = None
     allows: Callable[[SearchSpace, Mapping[str, Any]], Any] | None = None
     near: Callable[[SearchSpace, Contender], Iterable[Any]] | None = None
+    refines: bool = False
 
     def list_near(self, space: SearchSpace, contender: Contender) -> Iterable[Any]:
         """Return the values next to a contender's."""
@@ -54,9 +58,9 @@ class ChoosableKey(NamedTuple):
         return near(space, contender) if near else ()
 
 
-def choosable(default: Any, *row: Any) -> Any:
+def choosable(default: Any, *row: Any, refines: bool = False) -> Any:
     """Make the field of a contender that is a `row` of the table."""
-    return field(default=default, metadata={"row": ChoosableKey(*row)})
+    return field(default=default, metadata={"row": ChoosableKey(*row, refines=refines)})
 
 
 def leaves_stages_even(layers: int, stages: Any, chunks: int) -> Any:
@@ -111,6 +115,18 @@ class Contender:
     recompute: str = choosable(
         "none", "recompute", MODE, lambda space, _: ("full",) if space.config.recompute_offload else RECOMPUTE
     )
+    recompute_every: int = choosable(
+        1, "recompute_every", MODE,
+        lambda space, c: [
+            n for n in STRETCHES
+            if n == 1 or (c.recompute == "full" and n <= space.config.model.layers // (c.stages * c.chunks))
+        ], refines=True,
+    )  # fmt: skip
+    gathered: str = choosable(
+        "keep", "tensor.gathered", SKETCH,
+        lambda space, c: GATHERED[: 1 + (prod(c.axes) > 1)] if space.gathers_operands(c.scheme) else ["panels"],
+        None, lambda _, c: GATHERED[:1], refines=True,
+    )  # fmt: skip
 
     @property
     def num_workers(self) -> int:
@@ -123,6 +139,7 @@ class Contender:
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
         ranks = (names.index(word) if word in names else len(names) for word, names in words)
         sizes = self.axes, self.stages, self.chunks, self.data, self.context, self.experts, self.microbatch, self.zero
+        sizes += self.recompute_every, GATHERED.index(self.gathered) if self.gathered in GATHERED else 0
         return self.num_split_axes, *ranks, *sizes, self
 
     @property
@@ -150,6 +167,11 @@ CHOOSABLE: dict[str, ChoosableKey] = {f.name: f.metadata["row"] for f in fields(
 def list_parts(*enters: str) -> list[str]:
     """Return the parts of a contender that enter the closed form in some ways, in the order of the ways."""
     return [part for way in enters for part, row in CHOOSABLE.items() if row.enters == way]
+
+
+def list_refining_parts() -> list[str]:
+    """Return the parts of a contender of which other values than the first refine it."""
+    return [part for part, row in CHOOSABLE.items() if row.refines]
 
 
 def list_worker_count_factors() -> list[str]:
@@ -227,8 +249,20 @@ class SearchSpace:
     def cross_values_of_parts(self, contenders: Sequence[Contender], way: str) -> Sequence[Contender]:
         """Return contenders with each combination of values of the parts that enter the closed form in one way."""
         for part in reversed(list_parts(way)):
-            contenders = [replace(c, **{part: value}) for c in contenders for value in self.list_values(part, c)]
+            most = 1 if CHOOSABLE[part].refines else None
+            contenders = [replace(c, **{part: value}) for c in contenders for value in self.list_values(part, c)[:most]]
         return contenders
+
+    def find_plain_contender(self, contender: Contender) -> Contender:
+        """Return the contender that a contender refines, or itself."""
+        return replace(contender, **{part: self.list_values(part, contender)[0] for part in list_refining_parts()})
+
+    def refine_contender(self, contender: Contender) -> Sequence[Contender]:
+        """Return a contender with each combination of values of the parts that refine it, but its own."""
+        refined = [contender]
+        for part in list_refining_parts():
+            refined = [replace(c, **{part: value}) for c in refined for value in self.list_values(part, c)]
+        return refined[1:]
 
     def list_starts(self) -> Sequence[Contender]:
         """Return a contender, yet without sizes, of each tensor scheme and value of what has a sketch of its own."""
@@ -240,6 +274,10 @@ class SearchSpace:
         return self.cross_values_of_parts(
             [replace(start, kind=kind, chunks=chunks) for kind, chunks in schedules], MODE
         )
+
+    def gathers_operands(self, scheme: str) -> bool:
+        """Return True if operands of a tensor scheme's products are gathered whole, in place of panels."""
+        return self.scheme_tables[scheme].gathered in GATHERED
 
     def expert_dividing_axes(self, scheme: str) -> list[str]:
         """Return the axes of a tensor scheme that may divide whole experts."""
@@ -306,5 +344,9 @@ class SearchSpace:
         """Return the arguments by which a user types the parts of a contender that the configuration leaves open."""
         of_kind = {"none": ("pipeline.stages", "pipeline.chunks"), **dict.fromkeys(ONE_CHUNK, ("pipeline.chunks",))}
         unread = [*of_kind.get(choice.kind, ()), *(() if self.config.model.experts else ["parallel.tensor_experts"])]
+        unread += [
+            row.key for part in list_refining_parts()
+            if getattr(choice, part) == attrgetter((row := CHOOSABLE[part]).key)(self.config)
+        ]  # fmt: skip
         open_values = {key: n for key, n in self.key_values(choice).items() if key not in unread}
         return [f"{key}={value}" for key, value in open_values.items() if is_open_key(self.config, key)]

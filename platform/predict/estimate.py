@@ -222,8 +222,10 @@ def _iterate_quantities(
             continue
         elements = c.elements * even_sent_share(planner, o, c)
         yield Quantity("ahead" if goes else "collective", mesh.order_axes(c.axes), c.op, c.phase), elements
-        if c.op == "all_gather" and c.phase == "forward":
-            yield Quantity("kept"), c.elements * mesh.count_ranks(c.axes)
+        if c.op == "all_gather":
+            is_kept = c.phase == "forward" and planner.scheme.gathered == "keep"
+            if is_kept or not goes:
+                yield Quantity("kept" if is_kept else "pending"), c.elements * mesh.count_ranks(c.axes)
 
 
 def _weight_collectives(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:
@@ -410,10 +412,12 @@ class Estimator:
         """Return the bytes of passes by the sketch alone: as many as there are results."""
         kept = np.array([kind.what == "kept" for kind in self.kinds]) * self.size["compute"]
         outside = kept * [not kind.inside for kind in self.kinds]
+        until_weights = np.array([kind.what in ("kept", "pending") for kind in self.kinds]) * self.size["compute"]
         layer, outside, ends = (w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))
+        pending, pending_ends = self.layer * until_weights @ self.numbers, self.ends * until_weights @ self.numbers
         stream = self._stream_elements * self.size["compute"]
         each = {"full": stream, "selective": outside}.get(recompute, layer)
-        return PassBytes((each, ends), (layer, ends), (layer + ends, layer + ends))
+        return PassBytes((each, ends), (pending, pending_ends), (pending + pending_ends,) * 2)
 
     @cache  # noqa: B019
     def _pass_bytes(self, recompute: str) -> PassBytes:
@@ -523,17 +527,22 @@ class Estimator:
         """Return the bytes of activations in flight on the first stage or the last, of so many `layers`, whichever
         takes more, and of the layer at work."""
         stages, bytes_of_passes, splits = self.stages[rows], self._pass_bytes(mode.recompute), mode.kind == "zb_h1"
-        (kept, kept_ends), (pending, _) = ([part[rows] for part in parts] for parts in bytes_of_passes[:2])
+        (kept, kept_ends), (pending, pending_ends) = ([part[rows] for part in parts] for parts in bytes_of_passes[:2])
         more = (stages - 1) / mode.chunks if mode.chunks > 1 else 0.0
         first = m if mode.kind == "gpipe" else np.minimum(m, stages + more)
         last = m if mode.kind == "gpipe" else np.minimum(m, 1 + more * (mode.chunks - 1))
+        work, per_pass = bytes_of_passes.work[splits][rows], layers / mode.chunks
+        if mode.recompute == "full":  # whose stretches keep their inputs, and are whole while they are computed again
+            at_once = np.minimum(mode.recompute_every, per_pass)
+            work = work + (at_once - 1) * self._pass_bytes("none").kept[0][rows]
+            kept = kept * np.ceil(per_pass / at_once) / per_pass
         delayed = np.minimum(m, stages) - 1 if splits else 0.0
         again = np.maximum(0.0, pending - kept) if splits else 0.0  # what the pass at work does not take over
-        per_pass = layers / mode.chunks
         on_first = first * layers * kept + per_pass * again
-        on_last = last * (layers * kept + np.maximum(0.0, kept_ends)) + per_pass * (delayed * pending + again)
+        on_last = last * (layers * kept + np.maximum(0.0, kept_ends))
+        on_last += per_pass * (delayed * pending + again) + delayed * np.maximum(0.0, pending_ends)
         held = np.where(stages == 1, m * 0 + layers * kept + kept_ends, np.maximum(on_first, on_last))
-        return held + bytes_of_passes.work[splits][rows]
+        return held + work
 
     def _add_library_reserve(self, memory: Column) -> Column:
         """Return the bytes of a worker with what its device's libraries reserve."""

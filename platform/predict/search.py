@@ -58,9 +58,12 @@ from platform.predict.step_price import choose_pricing_hardware, memory_of_worke
 # A mode's contenders are kept by bands of memory: a contender stays if all quicker ones but a few need more. So
 # whatever factor the estimates of a mode are wrong by, its best contender that fits is kept.
 NEAR, BAND, IN_BAND = 2.0, 1.1, 4
+REFINED, STEP, MOST_REFINED = 96, 1.25, 1.6  # contenders, a step of memory apart, up to so many times what there is
+SURE = 0.75  # of the memory: a contender that is estimated to need less fits
 THINNEST = 1 / 16  # of the memory that there is: less makes no difference
 MOST, LEAST, LAYERS = 16, 8, 1000  # finalists that are planned though none can win: of so many layers together
 PATIENCE = 2  # times as many are planned at most without a better one that fits, and twice as many without any
+DOUBT = 0.1  # of its seconds: so much later is planned what is expected to lack memory, unless its mode errs
 TRUST = 2.0  # times the estimate of one that takes half of the memory: slower ones are dropped
 LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
 ERRORS = 0.9, 0.8  # price by estimate of seconds, and of memory, that a mode of which none was planned may have
@@ -83,13 +86,14 @@ class Rated(NamedTuple):
     @property
     def mode(self) -> tuple:
         """Return what the estimate's error depends on: all but sizes."""
-        return self.family, *(getattr(self.choice, part) for part in list_parts(MODE))
+        return self.family, *(getattr(self.choice, part) for part in list_parts(MODE) if not CHOOSABLE[part].refines)
 
     @property
     def family(self) -> tuple:
         """Return what the error of an estimate of seconds depends on most."""
         c = self.choice
-        return c.scheme, c.kind, c.context > 1, *(getattr(c, part) for part in list_parts(SKETCH))
+        sketched = (part for part in list_parts(SKETCH) if not CHOOSABLE[part].refines)
+        return c.scheme, c.kind, c.context > 1, *(getattr(c, part) for part in sketched)
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,9 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
     estimates = np.array([(one.seconds, one.memory) for one in rated]).T
     least = np.full((2, len(modes)), inf)  # quotient seen of a mode, of seconds and of memory
     finalists: list[Finalist] = []
+    refined: dict[Contender, list[int]] = {}
+    for i, one in enumerate(rated):
+        refined.setdefault(space.find_plain_contender(one.choice), []).append(i)
     unplanned, best, since_better = np.ones(len(rated), dtype=bool), inf, 0
 
     def note_quotient(what: int, i: int, value: float) -> None:
@@ -215,9 +222,10 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
     while since_better < PATIENCE * shown * (1 if best < inf else 2):
         seconds, needed = estimates * _expect_quotients(least, families)[:, mode_of]
         seconds[~unplanned | (needed > memory)] = inf
-        i = int(seconds.argmin())
-        if seconds[i] == inf or (seconds[i] >= best and len(finalists) >= shown):
+        if (least_seconds := seconds.min()) == inf or (least_seconds >= best and len(finalists) >= shown):
             break
+        later = np.where(seconds > max(best, least_seconds), inf, 1 + DOUBT * (needed > WITHIN[1] * memory))
+        i = int((seconds * later).argmin())
         unplanned[i], since_better = False, since_better + 1
         if finalist := plan_finalist(space, rated[i].choice, hardware):
             finalists.append(finalist)
@@ -225,6 +233,7 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
             if finalist.price.seconds < best:
                 if finalist.fits_memory(memory):
                     best, since_better = finalist.price.seconds, 0
+                    unplanned[refined.get(rated[i].choice, [])] = False  # they would only be slower
                 note_quotient(1, i, finalist.known_memory)
     if best == inf:  # the ones that need least are shown to the user
         needed = (estimates * _expect_quotients(least, families)[:, mode_of])[1][unplanned]
@@ -284,7 +293,22 @@ class ContenderGrid:
             for pattern in np.unique(patterns):
                 best, count = self._rate_pattern(start, _select_rows(columns, patterns == pattern), modes)
                 rated, judged = rated + best, judged + count
-        return sorted(rated), judged
+        return sorted([*rated, *self._refine_contenders(sorted(rated))]), judged
+
+    def _refine_contenders(self, rated: Sequence[Rated]) -> list[Rated]:
+        """Return the quickest of each mode and STEP of memory of the contenders `rated`, in order, that may lack it,
+        with the other values of what refines them; none that is surely slower than one that fits."""
+        refined, alike = list[Contender](), set[tuple]()
+        roomy = next((one.seconds for one in rated if one.memory < SURE * self.memory), inf)
+        for one in (one for one in rated if one.memory >= SURE * self.memory):
+            if one.seconds > roomy / ERRORS[0] or len(alike) == REFINED:
+                break
+            key = *one.mode, ceil(log(one.memory / self.memory, STEP))
+            if key not in alike and one.memory < MOST_REFINED * self.memory:
+                if more := self.space.refine_contender(one.choice):
+                    alike.add(key)
+                    refined += more
+        return [one for one in self.estimate_choices(refined) if one and one.memory <= NEAR * self.memory]
 
     def estimate_choices(self, choices: Sequence[Contender]) -> list[Rated | None]:
         """Estimate single contenders, in their order; None for one whose axes do not divide what they split."""

@@ -15,7 +15,7 @@ PLANNED = ("model.", "tensor.", "branch.", "pipeline.", "parallel.", "train.glob
 PATHS = "run.dir data.cache pipeline.file checkpoint.url model.source eval.task_folder"
 SOURCE_PATHS = "data.path data.target_path data.validation_path"
 MARKED = """tensor pipeline pipeline.stages pipeline.chunks parallel.context parallel.experts parallel.zero
-train.microbatch recompute parallel.tensor_experts parallel.data"""
+train.microbatch recompute parallel.tensor_experts recompute_every tensor.gathered parallel.data"""
 
 
 def test_which_may_change_on_resume():
@@ -76,7 +76,8 @@ def test_which_the_planner_may_choose_and_what_stands_there_until_then():
     config = Config()
     config.tensor.scheme = config.pipeline.kind = config.recompute = config.parallel.tensor_experts = "auto"
     config.train.microbatch = config.parallel.zero = config.parallel.data = -1
-    config.parallel.context = config.parallel.experts = -1
+    config.parallel.context = config.parallel.experts = config.recompute_every = -1
+    config.tensor.gathered = "auto"
     mark_open_keys(config)
     assert config.plan.search == names
     config.plan.search, config.train.microbatch, config.parallel.data = [], 4, 1

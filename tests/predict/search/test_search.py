@@ -17,7 +17,7 @@ from platform.jobs.__main__ import main as write_job
 from platform.launch import compose_config
 from platform.optimizer.optimizers import OPTIMIZERS, count_state_numbers
 from platform.predict import search as ranking
-from platform.predict.contenders import Contender, SearchSpace
+from platform.predict.contenders import CHOOSABLE, Contender, SearchSpace
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes
@@ -111,6 +111,29 @@ def test_the_same_search_has_the_same_outcome():
     first, second = (search_plans(config, 6, LARGE, choose_pricing_hardware(config)) for _ in range(2))
     assert [f.choice for f in first.fitting_finalists] == [f.choice for f in second.fitting_finalists]
     assert list(format_ranking(first, 5)) == list(format_ranking(second, 5))
+
+
+@pytest.mark.parametrize(
+    ("part", "others", "value"),
+    [
+        ("gathered", ("tensor.gathered=auto",), "again"),
+        ("recompute_every", ("recompute_every=-1", "recompute=full", "model.layers=96"), 2),
+    ],
+)
+def test_what_may_lack_memory_is_refined(part, others, value):
+    """With room for it, a plan is as quick as it can be; with a little less, what it keeps is gathered or computed
+    again, and what is chosen is what was priced."""
+    sizes = *TINY, "model.layers=8", "tensor=1d_sp", "tensor.axes.t=2", "parallel.data=2", "train.microbatch=8"
+    config, hardware = composed(*sizes, *others), read_hardware("h100")
+    roomy = search_plans(config, 4, LARGE, hardware)
+    assert [getattr(f.choice, part) for f in roomy.tried] == [
+        CHOOSABLE[part].values(roomy.space, roomy.tried[0].choice)[0]
+    ]
+    tight = search_plans(config, 4, roomy.tried[0].peak_memory - 1, hardware)
+    best = tight.quickest_fitting_finalist
+    assert best and getattr(best.choice, part) == value and best.price.seconds >= roomy.tried[0].price.seconds
+    typed = composed(*sizes, *others, *tight.space.format_overrides(best.choice))
+    assert make_plan(typed) == best.plan
 
 
 def test_what_does_not_fit_is_not_chosen_and_the_table_says_what_it_lacks():
