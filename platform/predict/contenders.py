@@ -6,7 +6,7 @@ overrides follow from a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import gcd, prod
@@ -60,13 +60,18 @@ class ChoosableKey(NamedTuple):
 
 def choosable(default: Any, *row: Any, refines: bool = False) -> Any:
     """Make the field of a contender that is a `row` of the table."""
-    return field(default=default, metadata={"row": ChoosableKey(*row, refines=refines)})
+    return field(default=default, metadata={"row": ChoosableKey(*row)._replace(refines=refines)})
 
 
 def leaves_stages_even(layers: int, stages: Any, chunks: int) -> Any:
-    """Return whether chunks leave a model's deepest stage no deeper than one chunk for each stage does, of one number
-    of stages or in a column."""
+    """Return whether so many chunks on a stage make no stage deeper than one does."""
     return chunks * -(-layers // (stages * chunks)) == -(-layers // stages)
+
+
+def mask_simpler_elsewhere(scheme: str, grid: Any) -> Any:
+    """Return which sizes of a scheme's axes, the columns of `grid`, are a contender of a simpler scheme too."""
+    alone = scheme in ("3d", "3d_literal") and (grid[:, 0] == 1) & (grid[:, 2] == 1)  # 1d_sp
+    return (grid == 1).all(axis=1) | alone | ((scheme == "2p5d") & (grid[:, 0] == 1))
 
 
 def _halve_and_double(number: int) -> tuple[int, int]:
@@ -139,8 +144,8 @@ class Contender:
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
         ranks = (names.index(word) if word in names else len(names) for word, names in words)
         sizes = self.axes, self.stages, self.chunks, self.data, self.context, self.experts, self.microbatch, self.zero
-        sizes += self.recompute_every, GATHERED.index(self.gathered) if self.gathered in GATHERED else 0
-        return self.num_split_axes, *ranks, *sizes, self
+        refined = self.recompute_every, self.gathered == GATHERED[1]
+        return self.num_split_axes, *ranks, *sizes, *refined, self
 
     @property
     def common_name(self) -> str:
@@ -235,6 +240,14 @@ class SearchSpace:
         """Return True if the number of workers is not left open."""
         sizes = [n for scheme in self.scheme_tables for n in self.axis_sizes(scheme).values()]
         return 0 not in (*sizes, *self.worker_sizes.values()) and len(self.scheme_tables) == 1
+
+    def iterate_worker_counts(self, workers: int) -> Iterator[int]:
+        """Yield the numbers of workers for which contenders are looked for, from the largest down."""
+        if not self.has_fixed_workers:
+            yield from range(workers, 0, -1)
+            return
+        axes = self.axis_sizes(self.config.tensor.scheme).values()
+        yield prod((*axes, self.branch_workers, *self.worker_sizes.values()))
 
     def list_values(self, part: str, contender: Contender) -> Sequence[Any]:
         """Return the values of a part with a row of `values` to choose among; one if its key is set."""

@@ -35,6 +35,7 @@ from platform.predict.contenders import (
     SearchSpace,
     leaves_stages_even,
     list_parts,
+    mask_simpler_elsewhere,
 )
 from platform.predict.estimate import (
     BASE,
@@ -172,7 +173,7 @@ def search_plans(config: Config, workers: int, memory: float, hardware: Hardware
     space, judged, nearest = SearchSpace(config), 0, None
     with pause_garbage_collection(), show_phase("searching for a plan"):
         most_divisors = most_twos = 0
-        for ranks in _numbers_of_workers(space, workers):
+        for ranks in space.iterate_worker_counts(workers):
             if nearest and ranks * memory < nearest.least_state_bytes:
                 break
             divisors, twos = len(find_divisors(ranks)), ranks & -ranks
@@ -187,15 +188,6 @@ def search_plans(config: Config, workers: int, memory: float, hardware: Hardware
             if standings.quickest_fitting_finalist:
                 return standings
     return replace(nearest, judged=judged) if nearest else SearchOutcome(space, workers, [], judged, memory)
-
-
-def _numbers_of_workers(space: SearchSpace, workers: int) -> Iterator[int]:
-    """Yield the numbers of workers for which contenders are looked for, from the largest down."""
-    if not space.has_fixed_workers:
-        yield from range(workers, 0, -1)
-        return
-    axes = space.axis_sizes(space.config.tensor.scheme).values()
-    yield prod((*axes, space.branch_workers, *space.worker_sizes.values()))
 
 
 def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, hardware: Hardware) -> list[Finalist]:
@@ -348,7 +340,7 @@ class ContenderGrid:
         columns: Columns = {name: split_columns.get(name, np.full(len(splits), n)) for name, n in sizes.items()}
         kept = columns["stages"] <= layers
         if axes and len(space.scheme_tables) > 1:
-            kept &= ~_mask_simpler_elsewhere(start.scheme, np.column_stack([columns[name] for name in axes]))
+            kept &= ~mask_simpler_elsewhere(start.scheme, np.column_stack([columns[name] for name in axes]))
         for part in list_parts(SKETCH):
             kept &= space.mask_allowed(part, {**vars(start), **columns}, start)
         columns = _select_rows(columns, kept)
@@ -409,13 +401,12 @@ class ContenderGrid:
 
     def _mask_mode(self, mode: Contender, columns: Columns, limited: Sequence[str]) -> NDArray[Any]:
         """Return which contenders have a mode; its `limited` parts do not go with all."""
-        stages, batch, space = columns["stages"], self.search_circumstances.batch, self.space
+        stages, shared, space = columns["stages"], self.search_circumstances, self.space
         alone = (mode.kind, mode.chunks) in space.single_stage_schedules
         several = (mode.kind, mode.chunks) in space.schedule_choices
-        layers = self.search_circumstances.layers
-        even = leaves_stages_even(layers, stages, mode.chunks) | (mode.chunks == space.schedule_choices[0][1])
-        mask = np.where(stages == 1, alone, several & even & (stages * mode.chunks <= layers))
-        mask &= stages * mode.chunks * np.ceil(batch / (columns["microbatch"] * columns["data"])) <= MOST_PASSES
+        even = leaves_stages_even(shared.layers, stages, mode.chunks) | (mode.chunks == space.schedule_choices[0][1])
+        mask = np.where(stages == 1, alone, several & even & (stages * mode.chunks <= shared.layers))
+        mask &= stages * mode.chunks * np.ceil(shared.batch / (columns["microbatch"] * columns["data"])) <= MOST_PASSES
         for part in limited:
             mask &= space.mask_allowed(part, {**vars(mode), **columns}, mode)
         return mask
@@ -500,12 +491,6 @@ def meter_passes(config: Config, recompute: str) -> PassBytes | None:
 def _select_rows(columns: Columns, kept: NDArray[Any]) -> Columns:
     """Return the columns of those contenders that are `kept`."""
     return {name: column[kept] for name, column in columns.items()}
-
-
-def _mask_simpler_elsewhere(scheme: str, grid: NDArray[Any]) -> NDArray[Any]:
-    """Return which sizes of a scheme's axes, the columns of `grid`, are a contender of a simpler scheme too."""
-    alone = scheme in ("3d", "3d_literal") and (grid[:, 0] == 1) & (grid[:, 2] == 1)  # 1d_sp
-    return (grid == 1).all(axis=1) | alone | ((scheme == "2p5d") & (grid[:, 0] == 1))
 
 
 CHOSEN_NEAR = 0.005  # of a step's seconds: finalists so near to the best are equals
