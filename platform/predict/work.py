@@ -156,9 +156,11 @@ class WorkRecorder(Recorder):
         symbols = super().record_operation(kind, name, x, inputs, outputs, reads, **more)
         if planned := self.plan.operations.get((kind, name)):
             o = planned.operation
-            key = self.plan.planner.operation_key(o), OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
+            whole = self._whole and self.span % 2 == 1  # in a block that is one function, which keeps what it likes
+            accesses = OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
+            key = self.plan.planner.operation_key(o), accesses, whole
             if key not in self._known:  # layers are alike
-                forward, backward = _operation_work(self.plan, planned)
+                forward, backward = _operation_work(self.plan, planned, rebuilds=not whole)
                 leaves_out = planned.once and not self.repeats_all
                 self._known[key] = forward, backward, _drop_unneeded_result(forward, planned) if leaves_out else forward
             self._note_parts(*self._known[key])
@@ -264,11 +266,12 @@ def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
     return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
 
 
-def _operation_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
-    """Return the work of a planned operation on a rank, in its forward and its backward pass."""
+def _operation_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tuple[Part, Part]:
+    """Return the work of a planned operation on a rank, in its forward and its backward pass. `rebuilds`: products make
+    inputs again as the plan says."""
     operation = planned.operation
     if planned.groups:
-        return _product_work(plan, planned)
+        return _product_work(plan, planned, rebuilds)
     moved = _even_collectives(plan, planned)
     sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     op, size = OPERATIONS[operation.kind], plan.itemsize["compute"]
@@ -308,12 +311,13 @@ def _attention_work(plan: Plan, operation: Operation, sides: Mapping[str, tuple[
     )
 
 
-def _product_work(plan: Plan, planned: PlannedOperation) -> tuple[Part, Part]:
+def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tuple[Part, Part]:
     """Return the work of an operation's matrix products: in the backward pass the gradients of both operands, and the
     sum of each weight's gradient over the microbatches."""
     operation = planned.operation
     forward, backward, ahead, summed = [], [], [], 0.0
-    rebuilt = [_bytes_to_rebuild(plan, operation, g) for g in planned.groups if planned.rebuilds_input(g)]
+    groups = [g for g in planned.groups if rebuilds and planned.rebuilds_input(g)]
+    rebuilt = [_bytes_to_rebuild(plan, operation, g) for g in groups]
     for group in planned.groups:
         shapes = list_group_products(plan.planner, operation, group)
         forward += shapes

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from platform.plan.operation_plan import OffloadedActivation
 from platform.runtime.communicator import Communicator
@@ -140,7 +141,7 @@ class Rebuild(NamedTuple):
 
 def note_rebuild(y: Tensor, compute: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
     """Return the activation y, noting on it that compute(*arguments) makes it again (`find_rebuild`)."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and get_proxy_mode() is None:  # a block that is traced whole keeps what it likes
         y.rebuild = Rebuild(compute, [x.detach() for x in arguments])  # type: ignore[attr-defined]
     return y
 

@@ -245,7 +245,7 @@ def meter_converted_group(
     group_results = (
         [ops.block(o) for o in outs] if left_out else _meter_einsum_results(ops, planned, group, converted, joined)
     )
-    stored, rebuild = [x, *operands], x.rebuild if planned.rebuilds_input(group) else None
+    stored, rebuild = [x, *operands], x.rebuild if planned.rebuilds_input(group) and not ops.wholly else None
     saved = _list_saved_storages(group, stored, converted, rebuild)
     widths, lengths = [w.elements for w in stored], [y.elements for y in group_results]
     width, *sizes = [w.elements for w in converted]

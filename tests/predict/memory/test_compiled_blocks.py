@@ -111,10 +111,9 @@ def test_other_blocks_are_not_one_function(preset):
 
 
 def test_negative_control_an_eager_meter():
-    """Which says 1.5 times as much of a Llama's layer: two tensors in fp32 of each norm, and the gate's SiLU."""
+    """Which makes inputs of products again, as no whole block does: its numbers are another block's."""
     c = configured("llama_8b")
-    assert metered_bytes(c, "") > 1.4 * metered_bytes(c, "blocks")
-    assert metered_bytes(c, "functions") == metered_bytes(c, "blocks")
+    assert metered_bytes(c, "") == metered_bytes(c, "functions") < 0.7 * metered_bytes(c, "blocks")
 
 
 H100 = ["+experiment=one_gpu", "cluster=processes", "cluster.device=cuda", "cluster.gpu=H100-80GB"]
@@ -126,7 +125,7 @@ def test_llama_8b_fits_eight_h100():
         c = compose_config([*LLAMA, *more])
         return predict_peak_bytes(c, make_plan(c))
 
-    assert needed() < 70e9 < 80e9 < needed("train.compile=off")
+    assert needed("train.compile=off") < needed() < 70e9
     assert needed("monitor.layers=10") >= needed()
 
 
