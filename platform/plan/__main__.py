@@ -141,9 +141,9 @@ def _run_compare_command(argv: Sequence[str]) -> int:
         mark = "" if is_share(calibrate) else calibrate
         report = partial(print, file=sys.stderr, flush=True)
         runs = read_measured_runs(arguments.table, compose_config, arguments.hardware, mark, report)
-        measured_on = dict.fromkeys(run.cells["hardware"] for run in runs)
-        if output and len(measured_on) > 1:
-            raise ConfigError("--output", output, f"describes one hardware; rows name {', '.join(measured_on)}")
+        groups = dict.fromkeys(run.group for run in runs)
+        if output and len(groups) > 1:
+            raise ConfigError("--output", output, f"describes one hardware; rows name {', '.join(groups)}")
         if alone:
             comparison = leave_one_out(runs, names)
         else:
@@ -155,7 +155,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
         )
         print(escape_terminal_text(text) if not arguments.json else text)
         if output:
-            [(like, constants)] = zip(measured_on, comparison.constants.values(), strict=True)
+            like, [constants] = runs[0].cells["hardware"], comparison.constants.values()
             how = f"By python -m platform.plan compare: fitted on {sum(comparison.fitted) or len(runs)} measured runs."
             ReplacedFile(output, "--output").write(format_fitted_file(like, select_moved(constants), how))
             print_line(f"written: {output}", sys.stderr)

@@ -516,12 +516,19 @@ class Estimator:
         whole model in all `stages`, do not hide, and by which those slow the passes that are hidden."""
         passes, interference = forward + backward, self.setting.hardware.interference
         hides = 1.0 if self.setting.overlap else 0.0
+
+        def exposed_seconds(total: Column, beside: Column) -> Column:
+            """Return the seconds by which collectives once a step make it longer, in all stages."""
+            buckets, each = costs.reduces / np.maximum(costs.last, LEAST**2), hides * beside / mode.chunks
+            hidden = price.beside_passes_seconds(total, buckets, mode.chunks, stages, each)
+            return total - (1 - interference) * hidden
+
+        gathers = exposed_seconds(costs.gathers, forward) if mode.zero in (1, 2) else 0.0
         if mode.zero < 2:
-            hidden = np.minimum(costs.reduces - costs.last, hides * backward / mode.chunks)
-            return (costs.reduces - hidden + costs.gathers) / stages
+            return (exposed_seconds(costs.reduces, backward) + gathers) / stages
         moved = costs.reduces + (2 * costs.gathers if mode.zero == 3 else 0.0)
         hidden = np.minimum(moved, hides * passes)
-        return (m * (moved - hidden + interference * hidden) + (costs.gathers if mode.zero == 2 else 0.0)) / stages
+        return (m * (moved - hidden + interference * hidden) + gathers) / stages
 
     def _activation_bytes(self, mode: Contender, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
         """Return the bytes of activations in flight on the first stage or the last, of so many `layers`, whichever

@@ -92,33 +92,40 @@ def _find_stated_memory(config: Config) -> float:
     return (config.cluster.device_memory * 1e9 or nominal_memory(config.cluster.gpu) or inf) if known else inf
 
 
-def make_plan(config: Config, workers: int | None = None, stage_of: Sequence[int] | None = None) -> Plan:
+def make_plan(
+    config: Config,
+    workers: int | None = None,
+    stage_of: Sequence[int] | None = None,
+    parts: Sequence[Sequence[str]] = (),
+) -> Plan:
     """Build the plan of a run from its configuration. `workers`: number of workers, from which parallel.data=-1 is
     settled (None: one replica). `stage_of`: the pipeline stage of every model chunk, in order; from the schedule if
-    None.
+    None. `parts`: the units of every chunk; of about equal cost if there are none.
 
     Raises ConfigError with one line per violation, and such hints as are legal.
     """
     try:
-        return _make_plan(config, workers, stage_of)
+        return _make_plan(config, workers, stage_of, parts)
     except ConfigError as error:
         refusals = partial(list_refusals, workers=workers)
         raise ConfigError(keep_legal_hints(config, error.violations, refusals)) from error
 
 
 @refuse_exits()
-def _make_plan(config: Config, workers: int | None, stage_of: Sequence[int] | None) -> Plan:
+def _make_plan(
+    config: Config, workers: int | None, stage_of: Sequence[int] | None, parts: Sequence[Sequence[str]] = ()
+) -> Plan:
     """Build the plan of a run as `make_plan` does, with the hints of its refusals as they come."""
     data = count_replicas(config, workers)
     first, *others = choose_context_kinds(config, data)
-    plan, memory = _build_kind_plan(config, data, first, stage_of), _find_stated_memory(config)
+    plan, memory = _build_kind_plan(config, data, first, stage_of, parts), _find_stated_memory(config)
     if not others or memory == inf:
         return plan
     parallel, cluster = replace(config.parallel, data=data), replace(config.cluster, device="auto")
     weighed = replace(config, parallel=parallel, cluster=cluster)
     if (needs := MemoryForecast(weighed, plan)).exceeds_memory(memory):
         for kind in others:
-            less = _build_kind_plan(config, data, kind, stage_of)
+            less = _build_kind_plan(config, data, kind, stage_of, parts)
             if not MemoryForecast(weighed, less).exceeds_memory(memory):
                 sizes = f"{needs.peak_bytes / 1e9:.4g} of {memory / 1e9:.4g} GB"
                 why = f"with {first}, which moves fewer bytes, a worker needs {sizes}"
@@ -126,7 +133,9 @@ def _make_plan(config: Config, workers: int | None, stage_of: Sequence[int] | No
     return plan
 
 
-def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[int] | None) -> Plan:
+def _build_kind_plan(
+    config: Config, data: int, kind: str, stage_of: Sequence[int] | None, parts: Sequence[Sequence[str]]
+) -> Plan:
     """Build the plan of a run over `data` replicas whose contexts are of a `kind`; the rest as in `make_plan`."""
     scheme = compose_config_scheme(config, data, kind)
     try:
@@ -137,9 +146,9 @@ def _build_kind_plan(config: Config, data: int, kind: str, stage_of: Sequence[in
             shallow = build_model(replace(config.model, layers=2))
             build_plan(shallow, scheme, data=data, microbatch=config.train.microbatch, microbatches=1)
         stage_of = place_chunks(config, data) if stage_of is None else stage_of
-        plan = _build_unchecked_plan(config, model, scheme, data, stage_of)
+        plan = _build_unchecked_plan(config, model, scheme, data, stage_of, parts)
         if (rounds := find_even_rounds(config, plan)) != scheme.rounds:
-            plan = _build_unchecked_plan(config, model, replace(scheme, rounds=rounds), data, stage_of)
+            plan = _build_unchecked_plan(config, model, replace(scheme, rounds=rounds), data, stage_of, parts)
     except ModelMistake as error:
         legal = closest_values(error.name, error.legal)
         raise ConfigError("model.kind", config.model.kind, f"{error.name}: {error.reason}", legal) from None

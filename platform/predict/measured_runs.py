@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from math import floor, inf, isfinite, log, nan
 from operator import itemgetter
 from pathlib import Path
@@ -34,6 +34,7 @@ from platform.config.arguments import quote_value
 from platform.config.composition import CONF
 from platform.config.fields import KEYS, Compose, Config, flatten_config
 from platform.config.key import WORKERS
+from platform.model import build_model
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import MetricsLog
@@ -61,11 +62,13 @@ SHAPE = ("layers", "d_model", "heads", "length", "vocab")  # of a model that is 
 NEEDED = ("gpus", *SHAPE, "microbatch", "global_batch")
 INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", "zero", "kv_heads", "d_ff")
 MEASURED = ("seconds", "tflops")  # of a step; of a GPU, by the FLOPs that `counted` says
-OTHERS = ("name", "hardware", "axes", "schedule", "system", "release", "counted", *MEASURED)
+OTHERS = ("name", "hardware", "axes", "schedule", "layers_per_stage", "system", "release", "counted", *MEASURED)
 REPORTED = 5.0  # seconds after which it is said how many rows are read
 DIGITS = 18  # most of a whole number
+UNPLANNED = ("name", "release", "counted", *MEASURED)  # columns on which a row's plan does not depend
 COUNTED = ("model", "hardware")  # FLOPs of the model alone, or with recomputation
-NARROW = "fp8"  # a precision of rows: products of layers' weights in 8 bits, all else in bf16
+# precision of rows -> peak of products of layers' weights in 8 bits, scaled by tensors or by blocks; else bf16
+NARROW = {"fp8": "fp8", "mxfp8": "fp8"}
 # what plans share that are ranked by their steps, beside the model
 RIVALS = ("global_batch", "gpus", "hardware", "precision", "system", "release", "counted")
 
@@ -98,9 +101,15 @@ class MeasuredRun:
 
     def predict_price(self, constants: Mapping[str, float]) -> StepPrice:
         """Return the price of the run's step with these constants of its hardware."""
-        adapters = self.work.execution.system.adapters
-        fixed = {"adapters": adapters} if adapters else {}
-        return price_work(self.work, self.hardware.replace_constants({**constants, **fixed}))
+        system = self.work.execution.system
+        fixed = {"adapters": system.adapters} if system.adapters else {}
+        usual = system.constants.get(self.hardware.name, {})
+        return price_work(self.work, self.hardware.replace_constants({**usual, **constants, **fixed}))
+
+    @property
+    def group(self) -> str:
+        """Return the name of the runs that have one set of constants: of a hardware, and a release or else a system."""
+        return " ".join(filter(None, (self.hardware.name, self.cells.get("release") or self.cells.get("system"))))
 
     @property
     def rival_key(self) -> tuple[str, ...]:
@@ -133,7 +142,8 @@ def read_measured_runs(
         raise ConfigError(f"{path}: has no rows below its columns")
     if hardware:
         read_hardware(hardware)  # refused although all rows may name another
-    runs, lines, shown = [], [], monotonic()
+    runs, lines, shown = list[MeasuredRun](), list[str](), monotonic()
+    works: dict[frozenset[tuple[str, str]], StepWork] = {}
     for number, row in enumerate(rows, 1):
         if monotonic() - shown > REPORTED:
             report(f"reading row {number} of {len(rows)}")
@@ -147,7 +157,9 @@ def read_measured_runs(
             lines += [f"{where}, column {line}" for line in cell_faults]
         else:
             try:
-                runs.append(_build_run(cells, str(number), compose))
+                planned = frozenset((k, v) for k, v in cells.items() if k not in UNPLANNED and k != mark)
+                works[planned] = work = works.get(planned) or _build_work(cells, compose)
+                runs.append(_build_run(cells, str(number), work))
             except ConfigError as error:
                 lines += [f"{where}: {line}" for line in error.violations]
     refuse_all(lines)
@@ -207,10 +219,10 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
             yield format_violation(column, text, f"must be {' or '.join(legal)}")
 
 
-def _build_run(cells: Mapping[str, str], number: str, compose: Compose) -> MeasuredRun:
-    """Return the measured run of a row's cells. Raises ConfigError if they are no legal plan."""
+def _build_work(cells: Mapping[str, str], compose: Compose) -> StepWork:
+    """Return the work of a step of the run of a row's cells. Raises ConfigError if they are no legal plan."""
     hardware = read_hardware(cells["hardware"])
-    narrow = NARROW if cells.get("precision") == NARROW else ""
+    narrow = NARROW.get(cells.get("precision", ""), "")
     if narrow and narrow not in hardware.peaks:
         legal = ", ".join(sorted(hardware.peaks))
         raise ConfigError(f"column precision={narrow}: {hardware.name} has no such peak; nearest legal: {legal}")
@@ -218,14 +230,35 @@ def _build_run(cells: Mapping[str, str], number: str, compose: Compose) -> Measu
     gpus = int(cells["gpus"])
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks
-    plan = make_plan(config, gpus, loop if pipeline.kind in EVEN else None)
+    parts = list(_divide_units(config, text)) if (text := cells.get("layers_per_stage", "")) else []
+    plan = make_plan(config, gpus, loop if pipeline.kind in EVEN else None, parts)
     config.parallel.data = plan.num_replicas
     if plan.mesh.world_size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.world_size} workers, {plan.mesh}")
-    work = build_step_work(config, plan, narrow=narrow, system=read_system(cells.get("system") or USUAL))
-    counted = count_step_flops(plan, cells.get("counted") == "hardware")
+    return build_step_work(config, plan, narrow=narrow, system=read_system(cells.get("system") or USUAL))
+
+
+def _divide_units(config: Config, text: str) -> Iterator[Sequence[str]]:
+    """Yield the units of each chunk of a model whose layers a row divides: one number of layers for every stage, or one
+    for each chunk in the model's order. Raises ConfigError for a number that does not do so."""
+    chunks, layers = config.pipeline.stages * config.pipeline.chunks, config.model.layers
+    counts = [int(number) for number in text.split() if number.isdecimal()]
+    if len(counts) == 1:
+        counts = [counts[0] // config.pipeline.chunks] * chunks
+    units = list(getattr(build_model(config.model), "units", ()))
+    if len(counts) != chunks or sum(counts) != layers or len(units) != layers + 2:  # with embedding and head
+        legal = [f"{layers // config.pipeline.stages}"] if layers % chunks == 0 else []
+        raise ConfigError("column layers_per_stage", text, f"must add up to {layers} layers in {chunks} chunks", legal)
+    ends = [0, *(1 + n for n in accumulate(counts[:-1])), len(units)]
+    yield from (units[first:end] for first, end in pairwise(ends))
+
+
+def _build_run(cells: Mapping[str, str], number: str, work: StepWork) -> MeasuredRun:
+    """Return the measured run of a row's cells, whose step has this `work`."""
+    counted = count_step_flops(work.plan, cells.get("counted") == "hardware")
     measured = cells.get("seconds")
-    seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * gpus)
+    seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * int(cells["gpus"]))
+    hardware = read_hardware(cells["hardware"])
     return MeasuredRun(cells.get("name") or f"row {number}", cells, work, hardware, seconds, counted)
 
 
@@ -248,7 +281,7 @@ def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:
     for column, text in cells.items():
         key = COLUMNS.get(column, column if "." in column else "")
         if key and text and skipped.get(column) != text:
-            yield f"{key}={'bf16' if text == NARROW and key == 'precision' else text}"
+            yield f"{key}={'bf16' if text in NARROW and key == 'precision' else text}"
     axes = cells.get("axes", "")
     for pair in filter(None, axes.replace(";", " ").split()):
         yield f"tensor.axes.{pair}" if "=" in pair else f"tensor.axes.t={pair}"
@@ -261,7 +294,7 @@ CONSTANTS = {
 FITTED = ("products", "memory", "attention", "interference")  # few tables tell more apart
 ROUNDING = 1e-9
 
-Constants = Mapping[str, Mapping[str, float]]  # name of a hardware -> its constants
+Constants = Mapping[str, Mapping[str, float]]  # name of a group of runs -> its constants
 
 
 class ErrorSizes(NamedTuple):
@@ -292,7 +325,7 @@ class Ranking(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Predicted seconds of measured runs, whether each was `fitted` on, and the constants of every hardware."""
+    """Predicted seconds of measured runs, whether each was `fitted` on, and the constants of every group."""
 
     runs: Sequence[MeasuredRun]
     predicted: Sequence[float]
@@ -324,9 +357,9 @@ class Comparison(NamedTuple):
 
 
 def compare_runs(runs: Sequence[MeasuredRun], marked: Sequence[bool], names: Sequence[str] = FITTED) -> Comparison:
-    """Predict the step of each run, after fitting the constants `names` of each hardware on the `marked` runs."""
-    constants = fit_hardware_constants([run for run, fits in zip(runs, marked, strict=True) if fits], names)
-    predicted = [run.predict_price(constants.get(run.hardware.name, {})).seconds for run in runs]
+    """Predict the step of each run, after fitting the constants `names` of each group on its `marked` runs."""
+    constants = fit_group_constants([run for run, fits in zip(runs, marked, strict=True) if fits], names)
+    predicted = [run.predict_price(constants.get(run.group, {})).seconds for run in runs]
     return Comparison(runs, predicted, marked, constants)
 
 
@@ -334,22 +367,22 @@ def leave_one_out(runs: Sequence[MeasuredRun], names: Sequence[str] = FITTED) ->
     """Predict the step of each run with constants that are fitted on all others."""
     predicted = []
     for i, run in enumerate(runs):
-        constants = fit_hardware_constants([other for j, other in enumerate(runs) if j != i], names)
-        predicted.append(run.predict_price(constants.get(run.hardware.name, {})).seconds)
-    return Comparison(runs, predicted, [False] * len(runs), fit_hardware_constants(runs, names))
+        others = [other for j, other in enumerate(runs) if j != i and other.group == run.group]
+        predicted.append(run.predict_price(fit_group_constants(others, names).get(run.group, {})).seconds)
+    return Comparison(runs, predicted, [False] * len(runs), fit_group_constants(runs, names))
 
 
-def fit_hardware_constants(runs: Sequence[MeasuredRun], names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the constants of each hardware, fitted on the runs that were measured on it."""
-    constants_by_hardware = {}
-    for name in dict.fromkeys(run.hardware.name for run in runs):
-        log_errors = partial(_log_errors, [run for run in runs if run.hardware.name == name])
-        constants_by_hardware[name] = fit_constants(log_errors, {name: CONSTANTS[name] for name in names})
-    return constants_by_hardware
+def fit_group_constants(runs: Sequence[MeasuredRun], names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the constants of each group of runs, by its name, fitted on them."""
+    constants_by_group = {}
+    for group in dict.fromkeys(run.group for run in runs):
+        log_errors = partial(_log_errors, [run for run in runs if run.group == group])
+        constants_by_group[group] = fit_constants(log_errors, {name: CONSTANTS[name] for name in names})
+    return constants_by_group
 
 
 def select_moved(constants: Mapping[str, float]) -> dict[str, float]:
-    """Return the fitted constants of a hardware on which some row depends."""
+    """Return the fitted constants of a group on which some row depends."""
     return {key: value for key, value in constants.items() if abs(value / CONSTANTS[key] - 1) > ROUNDING}
 
 

@@ -24,6 +24,7 @@ from platform.plan.operation_plan import EVER, Collective
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_part_name
 from platform.plan.schedule import Action, Kind, Schedule
+from platform.plan.scheme import CONTEXT, REPLICAS
 from platform.plan.simulate import Simulation, StageMessages, compute_makespan, makespan_over_links, simulate
 from platform.plan.step_collectives import bucket_collectives
 from platform.predict.hardware import Hardware
@@ -145,9 +146,12 @@ def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
     return np.where(inside, near, network.latency + size / (network.bandwidth * reached.network))
 
 
-def group_seconds(op: str, size: Number, n: Number, node_ranks: Number, hardware: Hardware) -> Number:
+def group_seconds(
+    op: str, size: Number, n: Number, node_ranks: Number, hardware: Hardware, leaves: float = 1.0
+) -> Number:
     """Return the seconds of a collective of n ranks, `node_ranks` of which share a node, on an input of `size` bytes:
-    of one group, or of many at once; 0 for groups of one rank."""
+    of one group, or of many at once; 0 for groups of one rank. `leaves`: share of an exchange's bytes for other nodes
+    that is sent there, each once."""
     node, network = hardware.node.kind_link(op), hardware.network.kind_link(op)
     inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
     across, others = node_ranks < n, np.maximum(n - 1, 1)
@@ -172,7 +176,7 @@ def group_seconds(op: str, size: Number, n: Number, node_ranks: Number, hardware
             seconds = ring_seconds(1, (n - 1) / n * size)
         case "all_to_all" | "all_to_allv":
             total = size * n / others if op == "all_to_allv" else size
-            between = np.where(across, (n - node_ranks) / n * total / outside, 0.0)
+            between = np.where(across, leaves * (n - node_ranks) / n * total / outside, 0.0)
             seconds = np.maximum((node_ranks - 1) / n * total / inside, between) + (n - 1) * node.hop
         case "rotate":
             seconds = size / np.where(across, outside, inside)
@@ -224,14 +228,13 @@ def _price_gradient_sums(plan: Plan, hardware: Hardware) -> _Sums:
     """Return the sums of one stage's gradients on a hardware. `plan`: the plan of that stage, in few buckets."""
     transfer, each = 0.0, Counter[int]()  # by identity of a bucket
     for reduction in bucket_collectives(plan):
-        sums, full = reduction.place == "gradients", reduction.collective
+        full = reduction.collective
         if reduction.place == "matrices":  # of parameters, whatever buckets they are in
             continue
         seconds = collective_seconds(full, plan.mesh, hardware, plan.itemsize)
         latency = collective_seconds(replace(full, elements=0), plan.mesh, hardware, plan.itemsize)
-        transfer += seconds - latency if sums else 0.0
-        # what a backward pass hides slows it; nothing hides the gathers after an update
-        each[id(reduction.bucket)] += (hardware.interference if sums else 1.0) * reduction.launches * latency  # type: ignore[assignment]
+        transfer += seconds - latency
+        each[id(reduction.bucket)] += hardware.interference * reduction.launches * latency  # type: ignore[assignment]
     seconds_by_kind = {(b.axes, b.only): each[id(b)] for b in plan.buckets}  # each chunk of a stage has its own
     size = sum(b.elements for b in plan.buckets) * plan.itemsize["master"]
     return _Sums(transfer, sum(seconds_by_kind.values()), size)
@@ -247,13 +250,20 @@ def is_crowded(work: StepWork, passes: float, messages: float) -> bool:
     return at_once and messages > CROWDED * passes
 
 
+def _sends_ahead(work: StepWork) -> bool:
+    """Return True if messages between stages go beside their passes, of which an interleaved schedule has enough."""
+    return work.execution.schedule == "interleaved" and work.execution.system.sends_ahead
+
+
 ActionSeconds = Callable[[int, Action], float]  # (stage, action) -> seconds
 
 
 def queueing_seconds(work: StepWork, hardware: Hardware, seconds: ActionSeconds, message: float) -> float:
     """Return by how much messages, each of `message` seconds alone on its link, make a step longer where they share
-    links. Three rounds of all stages are simulated, and more rounds follow from them. `seconds`: a function of (stage,
-    action)."""
+    links. Three rounds of all stages are simulated, and more rounds follow from them; if messages go ahead, a step
+    waits for one microbatch alone. `seconds`: a function of (stage, action)."""
+    if _sends_ahead(work):
+        return 2 * (len(work.plan.chunks) - 1) * message
     links = build_stage_links(work.plan.mesh, hardware)
     messages = StageMessages(lambda source, sink: message, links, early=not hardware.ahead)
 
@@ -308,6 +318,11 @@ class PassTime:
         waiting = Counter(self.waiting)
         waiting.update(other.waiting)
         return PassTime(self.computing + other.computing, waiting, self.host + other.host, self.hidden + other.hidden)
+
+    def scale(self, share: float) -> PassTime:
+        """Return the span of a share of a pass, but for what it hides."""
+        waiting = {name: share * seconds for name, seconds in self.waiting.items()}
+        return PassTime(share * self.computing, waiting, share * self.host, self.hidden)
 
 
 Spans = list[PassTime]  # of the passes of each chunk, or of each stage
@@ -364,17 +379,17 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
         busy[stage] += forward_time + backward_time
     slowest = max(range(len(busy)), key=lambda stage: busy[stage].seconds)
     passes = _predict_makespan(work, forward, backward, busy, slowest)
-    after, exposed, hidden = _price_step_end(work, clock, backward)
+    ends = _price_step_ends(work, clock, forward, backward)
     optimizer = max(clock.update_seconds(once.masters, work.execution.moments) for once in work.once)
     n, paces = plan.microbatches, busy[slowest]
     waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
-    waits.update(after)
+    waits.update(ends.waiting)
     crowd = queueing_seconds(work, hardware, _build_action_seconds(forward, backward), message) if message else 0.0
     if crowd:
         waits[STAGE] += crowd  # type: ignore[assignment]
     return StepPrice(
-        seconds=passes + crowd + exposed + optimizer,
-        computing=n * paces.computing,
+        seconds=passes + crowd + ends.seconds + optimizer,
+        computing=n * paces.computing + ends.computing,
         waiting=dict(waits),
         bubble=passes - n * paces.seconds,
         host=n * paces.host,
@@ -383,7 +398,7 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
         tokens=plan.tokens_per_step,
         devices=plan.mesh.world_size,
         peak=hardware.peak_flops(plan.precision),
-        hidden=n * paces.hidden + hidden,
+        hidden=n * paces.hidden + ends.hidden,
     )
 
 
@@ -399,7 +414,9 @@ class _PassPricer:
     def __init__(self, plan: Plan, hardware: Hardware, execution: Execution):
         """Set the clock for a plan, its execution and a hardware."""
         self.plan, self.hardware, self.overlap, self.narrow = plan, hardware, execution.overlap, execution.narrow
-        self.lockstep = 1 + LOCKSTEP if len(plan.chunks) > plan.num_stages > 1 else 1.0
+        self.system, self.unsplit = execution.system, {STAGE, *REPLICAS, *CONTEXT}
+        waits = len(plan.chunks) > plan.num_stages > 1 and not self.system.sends_ahead
+        self.lockstep = 1 + LOCKSTEP if waits else 1.0
         self._launched: dict[Collective, float] = {}
         self._computed: dict[int, float] = {}  # by identity of a part
         self._spans: dict[int, tuple[float, Counter[str], Counter[str], int]] = {}  # by identity of a pass's parts
@@ -407,8 +424,25 @@ class _PassPricer:
     def launch_seconds(self, c: Collective) -> float:
         """Return the seconds of one launch of a collective."""
         if c not in self._launched:
-            self._launched[c] = collective_seconds(c, self.plan.mesh, self.hardware, self.plan.itemsize)
+            self._launched[c] = self._rows_seconds(c) if c.op == "all_to_allv" else self._collective_seconds(c)
         return self._launched[c]
+
+    def _collective_seconds(self, c: Collective) -> float:
+        """Return the seconds of a collective of the plan."""
+        return collective_seconds(c, self.plan.mesh, self.hardware, self.plan.itemsize)
+
+    def _rows_seconds(self, c: Collective) -> float:
+        """Return the seconds in which tokens go to their experts, as the system sends them."""
+        mesh, gathered = self.plan.mesh, 0.0
+        if self.system.rows_by_shard:
+            axes = mesh.order_axes(mesh.axes.keys() - self.unsplit - {*c.axes})
+            c = replace(c, elements=c.elements // mesh.count_ranks(axes))
+            gathered = self._collective_seconds(replace(c, op="all_gather", axes=axes))
+        node_ranks, n = count_group_ranks(mesh, c.axes, self.hardware.ranks)
+        nodes, copies = ceil(n / node_ranks), self.plan.sizes.get("rows", 1)
+        share = nodes * (1 - (1 - 1 / nodes) ** copies) / copies if self.system.rows_by_node else 1.0
+        size = c.elements * self.plan.itemsize["compute"]
+        return gathered + float(group_seconds(c.op, size, n, node_ranks, self.hardware, share))
 
     def sum_by_axes(self, launches: Launches, copy: float = 0.0) -> Counter[str]:
         """Return the seconds of collectives by the names of their axes; `copy`: seconds of copying what a rank sent."""
@@ -449,6 +483,8 @@ class _PassPricer:
         hidden.update(self.sum_by_axes(p.hides))
         waiting.update(self.sum_by_axes(p.fetches, self.hardware.launch))
         waiting.update(self.sum_by_axes(Counter(p.receives)))
+        for name in (name for name in waiting if self.unsplit.isdisjoint(name.split("+"))):
+            waiting[name] *= self.system.tensor_exposed  # type: ignore[assignment]
         exposed_waits, slowed = self.exposed_waits_and_slowdown(hidden, computing)
         waiting.update(exposed_waits)
         beside = sum(hidden.values()) - sum(exposed_waits.values())
@@ -497,7 +533,7 @@ def _separate_messages(work: StepWork, forward: Spans, backward: Spans) -> tuple
     quiet_backward = [replace(s, waiting={**s.waiting, STAGE: 0.0}) for s in backward]
     messages = _longest_stage_wait(forward), _longest_stage_wait(backward)
     passes = sum(span.seconds for span in (*quiet_forward, *quiet_backward)) / len(quiet_forward)
-    if not is_crowded(work, passes, sum(messages)):
+    if not (_sends_ahead(work) or is_crowded(work, passes, sum(messages))):
         return forward, backward, 0.0
     return quiet_forward, quiet_backward, max(messages)
 
@@ -536,25 +572,33 @@ def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTi
     return action_seconds
 
 
-def _price_step_end(work: StepWork, clock: _PassPricer, backward: Spans) -> tuple[dict[str, float], float, float]:
-    """Return the waits by axes after the passes of a step, on the stage that ends last, by how much they make the step
-    longer, and the seconds of hidden ones: for the sums of gradients, as far as the last backward pass does not hide
-    them, and for the gathers of updated parameters. A stage ends its passes earlier than the first one by the last
-    backward passes of all stages before it."""
-    waits_by_stage: list[tuple[dict[str, float], float, float]] = []
-    early = 0.0
-    for stage, once in enumerate(work.once):
-        first = backward[work.stages.index(stage)]
-        reduces = clock.sum_by_axes(once.reduces)
-        last = sum(reduces.values()) / max(1, once.buckets)  # of the last bucket, whose gradients come last
-        exposed_waits, _ = clock.exposed_waits_and_slowdown(reduces, min(first.computing, sum(reduces.values()) - last))
-        waiting = Counter(exposed_waits)
-        waiting.update(clock.sum_by_axes(once.updated))
-        if once.tied:
-            waiting[STAGE] += send_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
-        total = sum(waiting.values())
-        scale = max(0.0, total - early) / total if total else 0.0
-        beside = sum(reduces.values()) - sum(exposed_waits.values())
-        waits_by_stage.append(({name: scale * s for name, s in waiting.items()}, scale * total, beside))
-        early += first.seconds
-    return max(waits_by_stage, key=lambda waits: waits[1])
+def beside_passes_seconds(total: Number, buckets: Number, chunks: Number, stages: Number, each: Number) -> Number:
+    """Return for how many of the `total` seconds passes of `each` seconds hide sums of a stage's gradients."""
+    # Nothing hides the last bucket; a chunk's last pass hides sums of that chunk, and as many passes of each later
+    # chunk as there are stages hide sums of all chunks before. Gathers of updated parameters, before a step, are alike.
+    beside_others = np.minimum(total * (1 - 1 / chunks) + each, ((chunks - 1) * stages + 1) * each)
+    return np.minimum(total * (1 - 1 / np.maximum(1, buckets)), beside_others)
+
+
+def _price_step_ends(work: StepWork, clock: _PassPricer, forward: Spans, backward: Spans) -> PassTime:
+    """Return the time by which collectives before and after all passes make a step longer: gathers of updated
+    parameters and sums of gradients, as far as passes do not hide them, and the slow-down of passes that do. A stage
+    begins later than stages before it, and ends earlier; the slowest one counts."""
+    stages, altogether = work.plan.num_stages, PassTime()
+    for passes, is_end in ((forward, False), (backward, True)):
+        spans, early = list[PassTime](), 0.0
+        for stage, once in enumerate(work.once):
+            first = passes[work.stages.index(stage)]
+            moved = clock.sum_by_axes(once.reduces if is_end else once.updated)
+            each, total = first.computing if clock.overlap else 0.0, sum(moved.values())
+            beside = float(beside_passes_seconds(total, once.buckets, work.stages.count(stage), stages, each))
+            waiting = Counter({name: seconds * (1 - beside / total) for name, seconds in moved.items() if total})
+            if is_end:
+                waiting.update(clock.sum_by_axes(once.matrices))
+                if once.tied:
+                    waiting[STAGE] += send_seconds(once.tied, work.plan.mesh, clock.hardware)  # type: ignore[assignment]
+            span = PassTime(clock.hardware.interference * beside, waiting, hidden=beside)
+            spans.append(span.scale(max(0.0, 1 - early / span.seconds) if span.seconds else 0.0))
+            early += first.seconds
+        altogether += max(spans, key=lambda span: span.seconds)
+    return altogether

@@ -98,17 +98,28 @@ class System:
     recomputes from; `repeats_all`: True if it computes a recomputed layer's last product again, whose result no
     gradient needs; `by_weight`: True if under ZeRO-3 it waits for a gather of each weight, in recomputation too, copies
     what each rank sent by a kernel of its own, and sums whole gradients; `stands_by`: True if a stage computes nothing
-    while it sends and receives; `adapters`: most adapters of a node that one group
-    uses at once, 0 as the hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its
-    launches'."""
+    while it sends and receives; `sends_ahead`: True if messages between interleaved stages go beside their passes;
+    `tensor_exposed`: share of a pass's waits along tensor axes that products beside them leave; `rows_by_shard`: True
+    if tensor ranks that divide each expert send their own parts of the sequence to it, and gather them there;
+    `rows_by_node`: True if a token goes once to each node that has experts of it; `sink_accesses`: number of times more
+    that attention with sinks reads and writes its queries; `adapters`: most adapters of a node that one group uses at
+    once, 0 as the hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its
+    launches'; `constants`: shares that its kernels reach, and other fields of a hardware, by the hardware's name, in
+    place of what the hardware's file has."""
 
     gradient_bytes: Annotated[int, Span(0, 8)] = 0
     kept_whole: bool = False
     repeats_all: bool = False
     by_weight: bool = False
     stands_by: bool = False
+    sends_ahead: bool = False
+    tensor_exposed: Annotated[float, Span(0, 1)] = 1.0
+    rows_by_shard: bool = False
+    rows_by_node: bool = False
+    sink_accesses: Annotated[float, Span(0, 1000)] = 0.0
     adapters: Annotated[float, Span(0, 64)] = 0.0
     counts_calls: bool = True
+    constants: dict[str, dict[str, float]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,7 @@ class WorkRecorder(Recorder):
         """Begin a pass under a plan, as `execution` says; `known` grows."""
         super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
-        self.repeats_all, self._known = execution.system.repeats_all, known
+        self.system, self._known = execution.system, known
         splits = execution.splits_weight_gradients
         whole = compiles_whole_blocks(plan, "cuda", execution.dropout, splits_weight_gradients=splits)
         self._whole = execution.compiles and whole  # each block is compiled as one function
@@ -160,8 +171,8 @@ class WorkRecorder(Recorder):
             accesses = OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
             key = self.plan.planner.operation_key(o), accesses, whole
             if key not in self._known:  # layers are alike
-                forward, backward = _operation_work(self.plan, planned, rebuilds=not whole)
-                leaves_out = planned.once and not self.repeats_all
+                forward, backward = _operation_work(self.plan, planned, self.system, rebuilds=not whole)
+                leaves_out = planned.once and not self.system.repeats_all
                 self._known[key] = forward, backward, _drop_unneeded_result(forward, planned) if leaves_out else forward
             self._note_parts(*self._known[key])
         return symbols
@@ -266,9 +277,9 @@ def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
     return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
 
 
-def _operation_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tuple[Part, Part]:
-    """Return the work of a planned operation on a rank, in its forward and its backward pass. `rebuilds`: products make
-    inputs again as the plan says."""
+def _operation_work(plan: Plan, planned: PlannedOperation, system: System, rebuilds: bool) -> tuple[Part, Part]:
+    """Return the work of a planned operation on a rank, in its forward and its backward pass, as a system does it.
+    `rebuilds`: products make inputs again as the plan says."""
     operation = planned.operation
     if planned.groups:
         return _product_work(plan, planned, rebuilds)
@@ -276,7 +287,7 @@ def _operation_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tu
     sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     op, size = OPERATIONS[operation.kind], plan.itemsize["compute"]
     if op.chooses_kernel:
-        return _attention_work(plan, operation, sides)
+        return _attention_work(plan, operation, sides, system.sink_accesses if operation.parameters else 0.0)
     spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
     forward, backward = op.accesses_of_both_passes(operation, plan.operations)
     count = block_elements(plan, spec) * size
@@ -300,15 +311,18 @@ def attention_flops(planner: Planner, operation: Operation) -> float:
     return 2.0 * query["batch"] * query["heads"] * query["length"] * seen * (query["d_kv"] + value["d_kv"])
 
 
-def _attention_work(plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]]) -> tuple[Part, Part]:
-    """Return the work of attention in one kernel."""
+def _attention_work(
+    plan: Plan, operation: Operation, sides: Mapping[str, tuple[Collective, ...]], more: float
+) -> tuple[Part, Part]:
+    """Return the work of attention in one kernel, which reads and writes its queries so often `more` in both passes."""
     flops = attention_flops(plan.planner, operation)
     count = prod(plan.local_shape(operation.inputs[0])) * plan.itemsize["compute"]
     forward, backward = OPERATIONS[operation.kind].memory_accesses
     return (
-        Part(fused=flops, bytes=count * forward, kernels=1, collectives=sides["forward"]),
-        Part(fused=FUSED_BACKWARD * flops, bytes=count * backward, kernels=3, collectives=sides["backward"]),
-    )
+        Part(fused=flops, bytes=count * (forward + more / 3), kernels=1, collectives=sides["forward"]),
+        Part(fused=FUSED_BACKWARD * flops, bytes=count * (backward + more * 2 / 3), kernels=3,
+             collectives=sides["backward"]),
+    )  # fmt: skip
 
 
 def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tuple[Part, Part]:
@@ -397,11 +411,13 @@ class PassWork:
 
 @dataclass(frozen=True)
 class StageWork:
-    """Work of a stage once a step: the collectives that sum (`reduces`) the gradients of its `buckets`, and gather
-    `updated` parameters; bytes that a `tied` parameter's stages send each other; elements of its `masters`."""
+    """Work of a stage once a step: the collectives that sum (`reduces`) the gradients of its `buckets`, gather
+    `matrices` for the update, and gather `updated` parameters; bytes that a `tied` parameter's stages send each other;
+    elements of its `masters`."""
 
     reduces: Launches
     buckets: int
+    matrices: Launches
     updated: Launches
     tied: float
     masters: int
@@ -490,12 +506,13 @@ def _stage_work(plan: Plan, stage: int, buckets: list[BucketCollective], gradien
     """Return what a stage does once a step, after its passes; `gradient_bytes` as in System."""
     stage_plan, at = plan.stage_part(stage), {**plan.mesh.rank_coordinates(0), "stage": stage}
     size = gradient_bytes or plan.itemsize["accumulate"]
-    shares = {"reduce": size / plan.itemsize["accumulate"], "update": 1.0}
-    moved: dict[str, dict[Collective, float]] = {phase: {} for phase in shares}
-    for c, launches in ((bucket.collective, bucket.launches) for bucket in buckets if bucket.collective.phase in moved):
-        moved[c.phase][c] = moved[c.phase].get(c, 0.0) + launches * shares[c.phase]
+    shares = {"gradients": size / plan.itemsize["accumulate"]}
+    moved: dict[str, Counter[Collective]] = {place: Counter() for place in ("gradients", "matrices", "parameters")}
+    for bucket in (bucket for bucket in buckets if bucket.collective.phase in ("reduce", "update")):
+        moved[bucket.place][bucket.collective] += bucket.launches * shares.get(bucket.place, 1.0)  # type: ignore[assignment]
     shared = [(name, stages) for name, stages in plan.stages_of_tied_parameters.items() if stage in stages]
     shards = {name: stage_plan.bucket_by_parameter[name].shard_elements for name, _ in shared}
     tied = sum(2 * (len(stages) - 1) * shards[name] * size for name, stages in shared)
     masters = stage_plan.count_masters_of_rank(at)
-    return StageWork(moved["reduce"], len(stage_plan.buckets), moved["update"], tied, masters)
+    gradients, matrices, parameters = moved.values()
+    return StageWork(gradients, len(stage_plan.buckets), matrices, parameters, tied, masters)

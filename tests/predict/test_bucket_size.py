@@ -66,7 +66,7 @@ def test_without_sums_they_are_as_where_nothing_is_known():
 SIZES = (0, 12, 25, 50, 100, 200, 400, 1000)
 
 
-@pytest.mark.parametrize(("zero", "behind", "ahead"), [(0, 1.02, 0.98), (1, 1.01, 1.02), (2, 1.01, 1.05)])
+@pytest.mark.parametrize(("zero", "behind", "ahead"), [(0, 1.02, 0.98), (1, 1.01, 1.01), (2, 1.01, 1.02)])
 def test_the_price_finds_none_much_better(zero, behind, ahead):
     """And under ZeRO 25 MiB, or each block by itself, costs more, which is the negative control."""
     found = {}

@@ -1,0 +1,166 @@
+"""How systems run a plan: what each hides, sends and splits, as fields of `conf/system/`, one cause at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from platform.boundary.refusals import ConfigError
+from platform.launch import compose_config
+from platform.plan.plan_summary import STAGE
+from platform.predict.measured_runs import MeasuredRun, compare_runs, read_measured_runs, read_system
+from platform.predict.price import StepPrice, beside_passes_seconds, price_work
+from platform.predict.work import System
+
+HEAD = "name,hardware,gpus,layers,d_model,heads,length,vocab,microbatch,global_batch,tensor,axes,seconds"
+DENSE = "h100,{gpus},8,4096,32,2048,32000,1,{batch},{tensor},1"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Make the measured run of a row of a table, with other columns beside the usual ones."""
+
+    def read(gpus: int, batch: int, tensor: str, **more: str) -> MeasuredRun:
+        path = tmp_path / "table.csv"
+        row = DENSE.format(gpus=gpus, batch=batch, tensor=tensor)
+        columns, cells = "".join(f",{name}" for name in more), "".join(f",{text}" for text in more.values())
+        path.write_text(f"{HEAD}{columns}\nrow,{row}{cells}\n")
+        return read_measured_runs(str(path), compose_config)[0]
+
+    return read
+
+
+def under(run: MeasuredRun, **fields: object) -> StepPrice:
+    """The price of a run under a system that differs from ours in some fields."""
+    system = replace(System(), **fields)
+    work = replace(run.work, execution=replace(run.work.execution, system=system))
+    return price_work(work, run.hardware)
+
+
+def seconds_beside(total: float, buckets: int, chunks: int, stages: int, each: float) -> float:
+    """How much of the sums of a stage's gradients is done when its passes end, one small piece after the other: the
+    chunks' last passes end `stages` passes apart, and sums of a chunk may begin with its last pass."""
+    pieces, now = 1000, 0.0
+    for chunk in range(chunks):  # the deepest first
+        begins = chunk * stages * each
+        for piece in range(pieces):
+            ready = begins + each * piece / pieces
+            now = max(now, ready) + total / chunks / pieces
+    exposed = max(0.0, now - ((chunks - 1) * stages + 1) * each)
+    return total - max(exposed, total / buckets)
+
+
+def test_sums_of_gradients_go_beside_the_passes_of_all_chunks():
+    """The closed form against a queue; with one chunk, as before: the last pass hides all but the last bucket."""
+    rng = Random(7)
+    for _ in range(200):
+        chunks, stages, each, total = rng.randint(1, 8), rng.randint(1, 9), rng.uniform(0.1, 2), rng.uniform(0.1, 40)
+        buckets = chunks * rng.randint(1, 20)
+        formula = float(beside_passes_seconds(total, buckets, chunks, stages, each))
+        assert formula == pytest.approx(seconds_beside(total, buckets, chunks, stages, each), abs=0.004 * total)
+    assert float(beside_passes_seconds(3.0, 4, 1, 8, 1.0)) == 1.0 and float(beside_passes_seconds(3.0, 4, 5, 8, 0)) == 0
+
+
+def test_gathers_of_parameters_go_beside_the_next_forward_passes(run):
+    """With overlap they leave little of a step; without, all of them are waited for."""
+    steps = [run(16, 64, "serial,", zero="1", overlap=flag).predict_price({}) for flag in ("true", "false")]
+    assert sum(steps[0].waiting.values()) < 0.25 * sum(steps[1].waiting.values())
+    assert steps[0].hidden > 0 == steps[1].hidden
+    for step in steps:
+        assert sum(step.seconds_by_part.values()) == pytest.approx(step.seconds)
+
+
+def test_messages_ahead_are_waited_for_once_a_step(run):
+    """An interleaved step of twice the microbatches waits as long for them; only systems that send ahead do so."""
+    one, two = (run(8, batch, "serial,", stages="4", chunks="2") for batch in (16, 32))
+    assert under(one, sends_ahead=True).waiting[STAGE] == pytest.approx(under(two, sends_ahead=True).waiting[STAGE])
+    assert under(two, sends_ahead=True).seconds < under(two).seconds
+    alone = run(8, 32, "serial,", stages="4")
+    assert under(alone, sends_ahead=True) == under(alone), "1F1B has no passes to put them beside"
+
+
+def test_tensor_collectives_beside_products(run):
+    tensor = run(8, 16, "1d,t=4", zero="1")
+    half, whole = under(tensor, tensor_exposed=0.5), under(tensor)
+    assert half.waiting["t"] == pytest.approx(whole.waiting["t"] / 2)
+    assert half.waiting.keys() == whole.waiting.keys()
+    assert half.seconds == pytest.approx(whole.seconds - half.waiting["t"], rel=0.02)
+
+
+EXPERTS = {"model_experts": "8", "experts_per_token": "2", "experts": "8"}
+
+
+def test_tokens_go_to_experts_once_to_each_node_and_by_shards(run):
+    """Shards of the sequence are as many times fewer bytes between nodes as tensor ranks divide each expert; a node
+    gets a token once, where several of its experts do."""
+    split = run(32, 32, "1d_sp,t=4", **EXPERTS)
+    by_shard, by_node = under(split, rows_by_shard=True), under(split, rows_by_node=True)
+    whole = under(split)
+    assert 1 / 4 < by_shard.waiting["expert"] / whole.waiting["expert"] < 1 / 2
+    nodes, copies = 4, 2
+    share = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+    assert share < by_node.waiting["expert"] / whole.waiting["expert"] < (1 + share) / 2
+    alone = run(8, 16, "serial,", **EXPERTS)  # one node, no tensor ranks
+    assert under(alone, rows_by_shard=True, rows_by_node=True) == under(alone)
+
+
+def test_attention_with_sinks_may_be_slow(run):
+    """By as many accesses of its queries as the system says; no other attention is."""
+    steps = [
+        [run(1, 4, "serial,", **{"system": system, "model.attention_sinks": sinks}) for sinks in ("true", "false")]
+        for system in ("megatron-bridge-2025", "megatron-bridge")
+    ]
+    (slow, plain), (quick, other) = [[row.predict_price({}).seconds for row in rows] for rows in steps]
+    row = steps[0][0]
+    sizes = 8 * 4 * 2048 * 4096 * row.work.plan.itemsize["compute"]  # layers, microbatches, tokens, width, bytes
+    accesses = row.work.execution.system.sink_accesses * sizes
+    reached = row.hardware.bandwidth * row.work.execution.system.constants["h100"]["memory"]
+    assert slow - quick == pytest.approx(accesses / reached, rel=0.01) and plain == other
+
+
+def test_a_system_has_constants_of_its_own(run):
+    """Fitted ones come before them."""
+    slow = {"h100": {"attention": 0.1}, "a100_80g": {"attention": 0.9}}
+    row = run(1, 4, "serial,")
+    own = replace(row, work=replace(row.work, execution=replace(row.work.execution, system=System(constants=slow))))
+    assert own.predict_price({}).seconds == row.predict_price({"attention": 0.1}).seconds
+    assert own.predict_price({"attention": 0.3}).seconds == row.predict_price({"attention": 0.3}).seconds
+
+
+def test_constants_are_fitted_by_release_or_else_by_system(run):
+    rows = [run(1, 4, "serial,", system=s, release=r) for s, r in (("usual", ""), ("fsdp", ""), ("fsdp", "2.1"))]
+    assert [row.group for row in rows] == ["h100 usual", "h100 fsdp", "h100 2.1"]
+    slower = [replace(row, seconds=row.predict_price({}).seconds * n) for row, n in zip(rows, (1, 2, 4), strict=True)]
+    first, second, third = (c["products"] for c in compare_runs(slower, [True] * 3).constants.values())
+    assert first > 1.5 * second > 2 * third
+
+
+def test_layers_of_each_stage_are_a_column(run):
+    """One number for all stages, or one for each chunk; the plan that ran has them, whatever is more even."""
+    even = run(2, 8, "serial,", stages="2", layers_per_stage="4")
+    ours = run(2, 8, "serial,", stages="2")
+    uneven = run(2, 8, "serial,", stages="2", layers_per_stage="6 2")
+    chunks = run(2, 8, "serial,", stages="2", chunks="2", layers_per_stage="4")
+
+    def layers(row: MeasuredRun) -> list[int]:
+        return [sum("layer" in unit or "block" in unit for unit in chunk.units) for chunk in row.work.plan.chunks]
+
+    assert layers(even) == [4, 4] and layers(uneven) == [6, 2] and layers(chunks) == [2, 2, 2, 2]
+    assert sum(layers(ours)) == 8 and uneven.predict_price({}).seconds > even.predict_price({}).seconds
+    with pytest.raises(ConfigError, match=r"column layers_per_stage=5: must add up to 8 layers in 2 chunks; .*4"):
+        run(2, 8, "serial,", stages="2", layers_per_stage="5")
+
+
+@pytest.mark.parametrize("name", ["megatron-core", "megatron-userbuffers", "megatron-bridge", "torchtitan-async"])
+def test_a_system_of_today_hides_more_than_the_usual_one(name, run):
+    row = run(8, 32, "1d_sp,t=2", stages="2", chunks="2", zero="1")
+    step = under(row, **{k: v for k, v in vars(read_system(name)).items() if k != "constants"})
+    assert step.seconds < under(row, repeats_all=True).seconds and math.isfinite(step.seconds)
+
+
+def test_a_precision_that_is_scaled_by_blocks_is_a_row_s_too(run):
+    scaled, whole = (run(1, 4, "serial,", precision=name) for name in ("mxfp8", "fp8"))
+    assert scaled.predict_price({}) == whole.predict_price({}) and scaled.rival_key != whole.rival_key
