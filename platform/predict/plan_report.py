@@ -9,8 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+from platform.boundary.documents import parse_yaml, read_bytes
+from platform.boundary.schema import parse_value
 from platform.config.key import WORKERS
 from platform.plan.chunks import RecordableModel
 from platform.plan.layout import format_count
@@ -25,9 +29,11 @@ from platform.plan.step_collectives import (
     step_collectives,
 )
 from platform.predict.footprint import Footprint, count_saved_elements, weight_bytes
+from platform.predict.hardware import Hardware
 from platform.predict.tier_traffic import Tiers, count_messages, move_axes, tier_traffic
 
 GROUPS_SHOWN, RANKS_SHOWN = 4, 8
+PUBLISHED = Path(__file__).parent / "published.yaml"  # `python -m docs.predictions errors` prints it
 _LAYER = re.compile(r".*\blayers\.\d+\.")
 
 
@@ -152,7 +158,7 @@ def render_explanation(plan: Plan, explanation: dict[str, Any]) -> str:
         title = "snapshots, of the node that sends most to the memory of others"
         blocks.append([title, *align_rows(_snapshot_rows(price))])
     if time := explanation.get("time"):
-        blocks.append([f"a step on {time['hardware']}, predicted", *align_rows(time_rows(time))])
+        blocks.append([format_time_title(time), *align_rows(time_rows(time))])
     if elsewhere := explanation.get("elsewhere"):
         blocks.append(["per worker of another sub-grid", *align_rows(_holding_rows(elsewhere))])
     if m := explanation.get("branch_messages"):
@@ -239,6 +245,25 @@ def _snapshot_rows(price: Mapping[str, Any]) -> list[list[str]]:
     beside = f", beside {format_count(every, 'step')} of {price['step']:.3g} s" if price["step"] else ""
     step = ["a step", f"{format_number(price['bytes'] / every)}B", f"with elastic.snapshot_every={every}"]
     return [["a snapshot", f"{format_number(price['bytes'])}B", speed + beside], step]
+
+
+@cache
+def _read_error_bars() -> dict[str, dict[str, Any]]:
+    """Return by hardware and kind of model how many published rows there are, and the mean error of predictions."""
+    return parse_value(dict[str, dict[str, Any]], parse_yaml(read_bytes(PUBLISHED)))
+
+
+def find_error_bar(plan: Plan, hardware: Hardware) -> dict[str, Any] | None:
+    """Return the mean `error` of predictions of published `rows` on a hardware, of models with experts as the plan's or
+    without; None if there are no such rows."""
+    return _read_error_bars().get(hardware.name, {}).get("experts" if plan.sizes.get("experts") else "dense")
+
+
+def format_time_title(time: Mapping[str, Any]) -> str:
+    """Format the line above a step's predicted time, with how far published steps of such plans were from theirs."""
+    bar = time["published"]
+    error = f": +-{bar['error']:.1%} ({bar['rows']} published rows of such plans)" if bar else ""
+    return f"a step on {time['hardware']}, predicted{error}"
 
 
 def time_rows(time: Mapping[str, Any]) -> list[list[str]]:

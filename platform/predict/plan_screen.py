@@ -20,7 +20,15 @@ from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number, format_seconds, head_lines
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind, predict_footprints
-from platform.predict.plan_report import align_rows, explain_plan, format_tier_sizes, memory_rows, time_rows
+from platform.predict.plan_report import (
+    align_rows,
+    explain_plan,
+    find_error_bar,
+    format_tier_sizes,
+    format_time_title,
+    memory_rows,
+    time_rows,
+)
 from platform.predict.price import StepPrice
 from platform.predict.recovery_price import Known, MeasuredCosts, failure_price, snapshot_price
 from platform.predict.step_price import find_gpu_hardware, read_chosen_hardware, step_price
@@ -76,7 +84,7 @@ def _time_block(time: Mapping[str, Any] | None) -> list[str]:
         largest = sorted(parts, key=parts.__getitem__, reverse=True)[: PARTS - 1]
         others = {"others": sum(seconds for name, seconds in parts.items() if name not in largest)}
         parts = {name: seconds for name, seconds in parts.items() if name in largest}
-    return [f"a step on {time['hardware']}, predicted", *align_rows(time_rows({**time, "parts": {**parts, **others}}))]
+    return [format_time_title(time), *align_rows(time_rows({**time, "parts": {**parts, **others}}))]
 
 
 def _failure_block(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
@@ -288,6 +296,7 @@ def _explain_step_time(
     tokens = tokens or config.train.steps * plan.tokens_per_step
     return {
         "hardware": hardware.name,
+        "published": find_error_bar(plan, hardware),
         **asdict(step),
         "parts": step.seconds_by_part,
         "mfu": step.mfu,
