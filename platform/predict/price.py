@@ -433,16 +433,11 @@ class _PassPricer:
 
     def _rows_seconds(self, c: Collective) -> float:
         """Return the seconds in which tokens go to their experts, as the system sends them."""
-        mesh, gathered = self.plan.mesh, 0.0
-        if self.system.rows_by_shard:
-            axes = mesh.order_axes(mesh.axes.keys() - self.unsplit - {*c.axes})
-            c = replace(c, elements=c.elements // mesh.count_ranks(axes))
-            gathered = self._collective_seconds(replace(c, op="all_gather", axes=axes))
-        node_ranks, n = count_group_ranks(mesh, c.axes, self.hardware.ranks)
+        node_ranks, n = count_group_ranks(self.plan.mesh, c.axes, self.hardware.ranks)
         nodes, copies = ceil(n / node_ranks), self.plan.sizes.get("rows", 1)
         share = nodes * (1 - (1 - 1 / nodes) ** copies) / copies if self.system.rows_by_node else 1.0
         size = c.elements * self.plan.itemsize["compute"]
-        return gathered + float(group_seconds(c.op, size, n, node_ranks, self.hardware, share))
+        return float(group_seconds(c.op, size, n, node_ranks, self.hardware, share))
 
     def sum_by_axes(self, launches: Launches, copy: float = 0.0) -> Counter[str]:
         """Return the seconds of collectives by the names of their axes; `copy`: seconds of copying what a rank sent."""

@@ -99,13 +99,12 @@ class System:
     gradient needs; `by_weight`: True if under ZeRO-3 it waits for a gather of each weight, in recomputation too, copies
     what each rank sent by a kernel of its own, and sums whole gradients; `stands_by`: True if a stage computes nothing
     while it sends and receives; `sends_ahead`: True if messages between interleaved stages go beside their passes;
-    `tensor_exposed`: share of a pass's waits along tensor axes that products beside them leave; `rows_by_shard`: True
-    if tensor ranks that divide each expert send their own parts of the sequence to it, and gather them there;
-    `rows_by_node`: True if a token goes once to each node that has experts of it; `sink_accesses`: number of times more
-    that attention with sinks reads and writes its queries; `adapters`: most adapters of a node that one group uses at
-    once, 0 as the hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its
-    launches'; `constants`: shares that its kernels reach, and other fields of a hardware, by the hardware's name, in
-    place of what the hardware's file has."""
+    `tensor_exposed`: share of a pass's waits along tensor axes that products beside them leave; `rows_by_node`: True if
+    a token goes once to each node that has experts of it; `sink_accesses`: number of times more that attention with
+    sinks reads and writes its queries; `adapters`: most adapters of a node that one group uses at once, 0 as the
+    hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its launches';
+    `constants`: shares that its kernels reach, and other fields of a hardware, by the hardware's name, in place of what
+    the hardware's file has."""
 
     gradient_bytes: Annotated[int, Span(0, 8)] = 0
     kept_whole: bool = False
@@ -114,7 +113,6 @@ class System:
     stands_by: bool = False
     sends_ahead: bool = False
     tensor_exposed: Annotated[float, Span(0, 1)] = 1.0
-    rows_by_shard: bool = False
     rows_by_node: bool = False
     sink_accesses: Annotated[float, Span(0, 1000)] = 0.0
     adapters: Annotated[float, Span(0, 64)] = 0.0

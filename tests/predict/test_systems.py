@@ -93,18 +93,15 @@ def test_tensor_collectives_beside_products(run):
 EXPERTS = {"model_experts": "8", "experts_per_token": "2", "experts": "8"}
 
 
-def test_tokens_go_to_experts_once_to_each_node_and_by_shards(run):
-    """Shards of the sequence are as many times fewer bytes between nodes as tensor ranks divide each expert; a node
-    gets a token once, where several of its experts do."""
+def test_tokens_go_to_experts_once_to_each_node(run):
+    """A node gets a token once, where several of its experts do."""
     split = run(32, 32, "1d_sp,t=4", **EXPERTS)
-    by_shard, by_node = under(split, rows_by_shard=True), under(split, rows_by_node=True)
-    whole = under(split)
-    assert 1 / 4 < by_shard.waiting["expert"] / whole.waiting["expert"] < 1 / 2
+    by_node, whole = under(split, rows_by_node=True), under(split)
     nodes, copies = 4, 2
     share = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     assert share < by_node.waiting["expert"] / whole.waiting["expert"] < (1 + share) / 2
     alone = run(8, 16, "serial,", **EXPERTS)  # one node, no tensor ranks
-    assert under(alone, rows_by_shard=True, rows_by_node=True) == under(alone)
+    assert under(alone, rows_by_node=True) == under(alone)
 
 
 def test_attention_with_sinks_may_be_slow(run):
