@@ -1,6 +1,6 @@
-"""Where a step of GPT-2 124M on one GPU goes, ours beside plain PyTorch, both compiled: kernels by time.
+"""Where a step on one GPU goes, ours beside plain PyTorch, both compiled: kernels by time.
 
-    python -m benchmarks.gpu_profile [--rows 14] [--batch 8] [--eager]
+    python -m benchmarks.gpu_profile [--model gpt2_124m] [--rows 14] [--batch 8] [--eager]
 
 Prints for each side milliseconds of a step, of the GPU's kernels in it, the number of kernels, and the longest kinds.
 """
@@ -10,21 +10,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.step_time import GPU_SIZES, PlainLoop
-from platform.config.fields import Config
-from platform.predict.make_plan import make_plan
-from platform.runtime.communicator import SingleRank
-from tests.harness.oracle import trainer_of
+from benchmarks.step_time import GPU_SIZES, PlainLoop, Step, build_ours, configured
 
 WARM_UP, TIMED = 4, 10
 
 
-def kernels_of(step: Callable[[int], float], k: int) -> dict[str, tuple[float, int]]:
+def kernels_of(step: Step, k: int) -> dict[str, tuple[float, int]]:
     """Milliseconds and calls of every kernel and copy of step `k`, by name."""
     with torch.profiler.profile() as profile:
         step(k)
@@ -37,7 +32,7 @@ def kernels_of(step: Callable[[int], float], k: int) -> dict[str, tuple[float, i
     return found
 
 
-def show(name: str, step: Callable[[int], float], rows: int) -> None:
+def show(name: str, step: Step, rows: int) -> None:
     for k in range(1, 1 + WARM_UP):
         step(k)
     torch.cuda.synchronize()
@@ -56,14 +51,13 @@ def show(name: str, step: Callable[[int], float], rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=14)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--model", default="gpt2_124m", choices=GPU_SIZES)
+    parser.add_argument("--batch", type=int, default=0, help="sequences; default: the model's own number")
     parser.add_argument("--eager", action="store_true")
     arguments = parser.parse_args()
-    c = Config(model=GPU_SIZES["gpt2_124m"][0], precision="bf16")
-    c.train.compile = "off" if arguments.eager else "on"
-    c.train.global_batch = c.train.microbatch = arguments.batch
-    plan = make_plan(c)
-    ours = trainer_of(c, plan, SingleRank(plan.mesh, "cuda"))
+    model, batch = GPU_SIZES[arguments.model]
+    c = configured(model, arguments.batch or batch, "cuda", not arguments.eager)
+    ours = build_ours(c, "cuda")
     plain = PlainLoop(c, "cuda", ours.weights.master, not arguments.eager)
     show("ours", lambda k: ours.step(k).loss, arguments.rows)
     show("plain", plain.step, arguments.rows)

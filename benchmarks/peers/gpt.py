@@ -92,9 +92,9 @@ class FusedBlock(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotary embedding of [batch, heads, length, width], by tables [length, width / 2]."""
+    """Half-split rotary embedding of [batch, heads, length, width], by tables [length, width / 2] and in their type."""
     a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 @torch.no_grad()
@@ -173,4 +173,4 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile every block of a model in place; all of one kind share one graph."""
     for block in model.modules():
         if isinstance(block, FusedBlock):
-            block.compile()
+            block.compile(dynamic=False)

@@ -47,7 +47,8 @@ class Block(nn.Module):
 def rotary(x: Tensor, theta: float) -> Tensor:
     """Half-split rotary embedding of [batch, heads, length, head_dim]."""
     d = x.shape[-1]
-    angle = torch.arange(x.shape[2]).double()[:, None] / theta ** (torch.arange(0, d, 2).double() / d)
+    places, pairs = (torch.arange(*ends, device=x.device).double() for ends in ((x.shape[2],), (0, d, 2)))
+    angle = places[:, None] / theta ** (pairs / d)
     cos, sin = torch.cos(angle).to(x.dtype), torch.sin(angle).to(x.dtype)
     a, b = x[..., : d // 2], x[..., d // 2 :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
