@@ -19,14 +19,16 @@ from benchmarks.step_time import GPU_SIZES, PlainLoop, Step, build_ours, configu
 WARM_UP, TIMED = 4, 10
 
 
-def kernels_of(step: Step, k: int) -> dict[str, tuple[float, int]]:
-    """Milliseconds and calls of every kernel and copy of step `k`, by name."""
+def kernels_of(step: Step, k: int, device: str = "cuda") -> dict[str, tuple[float, int]]:
+    """Milliseconds and calls of every kernel and copy of step `k`, by name; on a CPU of every operator."""
     with torch.profiler.profile() as profile:
         step(k)
-        torch.cuda.synchronize()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for event in profile.events():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type == kind:
             total, calls = found[event.name]
             found[event.name] = total + event.time_range.elapsed_us() / 1e3, calls + 1
     return found

@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,12 +173,16 @@ def other_side(args: argparse.Namespace, c: Config, weights: Mapping[str, Tensor
     return lambda k: trainer.step(k).loss
 
 
-def take_turns(ours: Step, other: Step, pairs: int, device: str) -> list[tuple[float, float]]:
-    """Warm both sides up, see that their losses agree, and return pairs of seconds of a step, alternated: on a GPU of
-    some steps that nothing but they themselves waits between."""
-    for k in (1, 2):
-        a, b = float(ours(k)), float(other(k))
-        assert abs(a - b) < (1e-4 if device == "cpu" else 2e-2) * abs(b), f"losses {a} and {b}"
+def check_losses(ours: Sequence[float], other: Sequence[float], device: str) -> None:
+    """Raise AssertionError unless the losses of both sides in the same training steps agree, as their precision has
+    it."""
+    most = 1e-4 if device == "cpu" else 2e-2
+    assert all(abs(a - b) < most * abs(b) for a, b in zip(ours, other, strict=True)), f"losses {ours} and {other}"
+
+
+def alternate(ours: Step, other: Step, pairs: int, device: str) -> list[tuple[float, float]]:
+    """Return pairs of seconds of a step, alternated: on a GPU of some steps that only the sides themselves wait
+    between."""
     at_once, seconds = STRETCH[device], []
     for pair in range(pairs):
         steps = range(3 + pair * at_once, 3 + (pair + 1) * at_once)
@@ -209,7 +213,9 @@ def main() -> None:
         c = configured(model, batch, args.device, args.compile or args.dropout > 0)
         ours = build_ours(c, args.device)
         other = other_side(args, c, ours.weights.master)
-        pairs = take_turns(lambda k: ours.step(k).loss, other, args.pairs, args.device)  # noqa: B023
+        losses = [(ours.step(k).loss, float(other(k))) for k in (1, 2)]  # which warms both up
+        check_losses(*zip(*losses, strict=True), args.device)
+        pairs = alternate(lambda k: ours.step(k).loss, other, args.pairs, args.device)  # noqa: B023
         ratios = [a / b for a, b in pairs]
         medians = [1000 * statistics.median(x) for x in zip(*pairs, strict=True)]
         spread = f"{statistics.median(ratios):>13.3f} {min(ratios):>6.3f} {max(ratios):>6.3f}"

@@ -12,8 +12,7 @@ from platform.config.fields import Config
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Aborted, Communicator
-from tests.gpu.test_one_gpu import on_host
-from tests.harness.oracle import MODELS, Result, compute, configure, examine
+from tests.harness.oracle import MODELS, Result, compute, configure, examine, on_host
 from tests.harness.pool import Pool
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,17 @@ from platform.plan.chunks import ADDS_WIDE
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints
 from platform.runtime.communicator import SingleRank
-from tests.harness.oracle import MODELS, Result, compare, compute, configure, serial, trainer_of, validation_loss
+from tests.harness.oracle import (
+    MODELS,
+    Result,
+    compare,
+    compute,
+    configure,
+    on_host,
+    serial,
+    trainer_of,
+    validation_loss,
+)
 from tests.harness.wide_sums import errors
 
 pytestmark = pytest.mark.gpu
@@ -24,12 +34,6 @@ def on_gpu(c: Config, compiled: str = "off") -> Result:
     c = replace(c, train=replace(c.train, compile=compiled))
     plan = make_plan(c)
     return on_host(compute(c, plan, SingleRank(plan.mesh, "cuda")))
-
-
-def on_host(found: Result) -> Result:
-    """The same result with its tensors in host memory."""
-    parts = ("gradients", "initial", "final", "averages")
-    return replace(found, **{part: {n: x.cpu() for n, x in getattr(found, part).items()} for part in parts})
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])

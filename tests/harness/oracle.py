@@ -196,6 +196,12 @@ class Result:
     routing: dict[str, list[Any]] = field(default_factory=dict)  # of rows in the first step, by layer
 
 
+def on_host(result: Result) -> Result:
+    """The same result with its tensors in host memory."""
+    parts = ("gradients", "initial", "final", "averages")
+    return replace(result, **{part: {n: x.cpu() for n, x in getattr(result, part).items()} for part in parts})
+
+
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
