@@ -215,7 +215,7 @@ def iterate_transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fra
 
 
 def count_messages(mesh: Mesh, axes: Sequence[str], tiers: Tiers, *, from_zero: bool = False) -> list[int]:
-    """Count the messages of the process groups along `axes` by row of `tiers`, after SUPER (Jain et al.), section IV-D:
+    """Count the messages of the process groups along `axes` by row of `tiers`, after SUPER (Jain et al.), section V:
     one per ordered pair of ranks of a group, a rank and itself included. Counted one by one: exact for any sizes.
 
     `from_zero`: only from each group's first rank to all (in a join, the other way round), as when D&SP-cSub keeps the

@@ -4,7 +4,7 @@ resnext   cardinality branches of bottleneck projections, summed, with a residua
 mixed     the same with a function of its own in every branch
 grouped   branches that read slices of x and are concatenated: a grouped projection
 heads     multi-head attention as branches over the dim `heads`: equal to platform.model.attention.Attention
-summed    a linear layer cut into slices and summed: the SUMMA remark of paper 002
+summed    a linear layer cut into slices and summed: the SUMMA remark of Jain et al.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The 3-D papers' three products (000 and 001, algorithms 1 to 6), literally: the layouts of their matrices, their
+"""The 3-D papers' three products (Bian et al. 2021, algorithms 1 to 6), literally: the layouts of their matrices, their
 directions, forward and gradients, on cubes of threads in fp64.
 
 A matrix with rows m over x and then y, columns n over z is A_ijl. Every element of a matrix lies on one rank.
@@ -25,7 +25,7 @@ C_ILJ, C_JLI = {"m": "xz", "k": "y"}, {"n": "y", "k": "zx"}
 
 # product -> (dims, layout) of A, B and C; the directions in which A, B are gathered and C is scattered, and those in
 # which the gradients of C, A, B are gathered and scattered.
-# Algorithm 5 cannot run as printed: with its indices the directions are z, y, x (001 has the same slip).
+# Algorithm 5 cannot run as printed: with its indices the directions are z, y, x (both versions of the paper have the slip).
 PRODUCTS = {
     "AB": (("mn", A_IJL), ("nk", B_LJI), ("mk", C_ILJ), ("y", "x", "z"), ("z", "y", "x")),
     "AB^T": (("mn", A_IJL), ("kn", B_LJI), ("mk", C_ILJ), ("y", "x", "z"), ("z", "y", "x")),

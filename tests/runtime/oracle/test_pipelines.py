@@ -129,7 +129,7 @@ def test_negative_control_forgotten_tied_gradient(monkeypatch):
 
 @pytest.mark.parametrize("scheme", ["1d", "serial"])
 def test_scatter_gather_divides_what_is_sent_by_t(scheme):
-    """Paper 003, section 4.1: of a stream that t ranks replicate, each sends 1/t, forward and backward."""
+    """Narayanan et al. 2021, section 4.1: of a stream that t ranks replicate, each sends 1/t, forward and backward."""
     axes = {"t": 2} if scheme == "1d" else {}
     sent = {}
     for on in (False, True):
