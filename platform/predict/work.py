@@ -93,7 +93,8 @@ FUSED_BACKWARD = 2.5 / 0.8
 
 @dataclass(frozen=True)
 class System:
-    """Differences of a system that runs a plan from ours; `conf/system/` has a file for each. `gradient_bytes`: per
+    """Differences of a system that runs a plan from ours; `conf/system/` has a file for each. `head_kernels`: kernels
+    of each head of attention in either pass, 0 if one kernel computes all heads; `gradient_bytes`: per
     element that ranks sum, 0 as the plan says; `kept_whole`: True if each rank keeps all of the inputs that it
     recomputes from; `repeats_all`: True if it computes a recomputed layer's last product again, whose result no
     gradient needs; `by_weight`: True if under ZeRO-3 it waits for a gather of each weight, in recomputation too, copies
@@ -106,6 +107,7 @@ class System:
     `constants`: shares that its kernels reach, and other fields of a hardware, by the hardware's name, in place of what
     the hardware's file has."""
 
+    head_kernels: Annotated[int, Span(0, 100)] = 0
     gradient_bytes: Annotated[int, Span(0, 8)] = 0
     kept_whole: bool = False
     repeats_all: bool = False
@@ -172,8 +174,18 @@ class WorkRecorder(Recorder):
                 forward, backward = _operation_work(self.plan, planned, self.system, rebuilds=not whole)
                 leaves_out = planned.once and not self.system.repeats_all
                 self._known[key] = forward, backward, _drop_unneeded_result(forward, planned) if leaves_out else forward
-            self._note_parts(*self._known[key])
+            parts = self._known[key]
+            self._note_parts(*(self._launch_each_head(o, part) for part in parts))
         return symbols
+
+    def _launch_each_head(self, o: Operation, part: Part) -> Part:
+        """Return a part of an operation, of attention with as many kernels as the system needs for a rank's heads."""
+        if not (self.system.head_kernels and part.fused):
+            return part
+        query = o.inputs[0]
+        assert isinstance(query, Spec)
+        heads = self.plan.local_shape(query)[query.dims.index("heads")]
+        return replace(part, kernels=heads * self.system.head_kernels)
 
     def _refuse_illegal_operation(self, kind, name, inputs, outputs) -> None:
         """Judge nothing: the plan has been made of these operations."""

@@ -13,6 +13,7 @@ from platform.boundary.refusals import ConfigError
 from platform.launch import compose_config
 from platform.model import build_model
 from platform.plan.__main__ import main
+from platform.predict.make_plan import make_plan
 from platform.predict.measured_runs import (
     compare_runs,
     leave_one_out,
@@ -21,6 +22,7 @@ from platform.predict.measured_runs import (
     read_system,
 )
 from platform.predict.price import price_work
+from platform.predict.step_price import build_step_work, read_hardware
 from platform.predict.work import System
 
 TABLES = Path(__file__).parent / "tables"
@@ -294,3 +296,20 @@ def test_our_own_steps_of_a_small_model():
     assert list(map(len, errors.values())) == [3, 1]
     assert max(abs(e) for own in errors.values() for e in own) <= 0.1
     assert max(map(abs, own_errors(0.0, launches)["h200"])) > 0.13
+
+
+def test_a_system_launches_kernels_for_each_head():
+    """A rank with a quarter of the heads has a quarter of attention's launches, which a slow host shows; with one
+    kernel for all heads it has as many."""
+    assert read_system("lbann") == System(head_kernels=11, repeats_all=True, counts_calls=False)
+    slow = read_hardware("v100").replace_constants({"launch": 1e-3})
+    host = {}
+    for system in ("lbann", "usual"):
+        for heads in (8, 32):
+            c = compose_config(["model=gpt2_124m", "model.layers=1", "model.d_model=256", f"model.heads={heads}",
+                                "tensor=serial", "precision=fp32", "parallel.data=1", "train.microbatch=1",
+                                "train.global_batch=1", "train.steps=1"])  # fmt: skip
+            work = build_step_work(c, make_plan(c, 1), system=read_system(system))
+            host[system, heads] = price_work(work, slow).host
+    assert host["lbann", 32] - host["lbann", 8] == pytest.approx(24 * 11 * 2 * 1e-3, rel=0.05)
+    assert host["usual", 32] == pytest.approx(host["usual", 8], rel=0.01)
