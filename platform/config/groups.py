@@ -114,7 +114,11 @@ class Run:
 class Checkpoint:
     """Place and time of checkpoints, and which of them a run goes on from."""
 
-    url: str = key("", 'a path, or a URL of a storage that fsspec writes to (s3, gs, abfs, sftp, ...); "" = checkpoints/ in the run directory', path=())
+    url: str = key(
+        "",
+        'a path, or a URL of a storage that fsspec writes to (s3, gs, ...); "" = checkpoints/ in the run directory',
+        path=(),
+    )
     every: int | str = key(
         0,
         "time between checkpoints, beside that of the last step; 0 = none",

@@ -12,6 +12,7 @@ from platform.launch import compose_config
 from platform.model import build_model
 from platform.predict.make_plan import make_plan
 from platform.predict.plan_report import explain_plan
+from platform.predict.step_price import read_hardware, step_price
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "schemes.md").read_text()
@@ -47,3 +48,14 @@ def test_every_scheme_has_a_row(group):
 def test_the_readme_leads_here():
     assert "](docs/schemes.md)" in (ROOT / "README.md").read_text()
     assert len(ROWS) == PAGE.count("\n| `")
+
+
+def test_dsp_pays_where_the_page_says_so():
+    """The first of its two commands prints a faster step for D&SP, the second a slower one."""
+    ratios = []
+    for common, *plans in re.findall(r'^\$ python -m platform\.plan (.*) --diff "(.*)" "(.*)"$', PAGE, re.M):
+        arguments = common.replace("--hardware v100 ", "").split()
+        configs = [compose_config([*arguments, *plan.split()]) for plan in plans]
+        data, dsp = (step_price(c, make_plan(c), read_hardware("v100")).seconds for c in configs)
+        ratios.append(dsp / data)
+    assert len(ratios) == 2 and ratios[0] < 0.9 and ratios[1] > 1.1
