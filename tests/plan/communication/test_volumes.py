@@ -83,7 +83,7 @@ def test_the_papers_cube(p):
 
 @pytest.mark.parametrize("g", [2, 4])
 def test_dsp_split_and_sum(g):
-    """SUPER (Jain et al.) by split/sum: an all-gather and a reduce-scatter of the batch around each half layer, (g-1) V."""
+    """Jain et al. by split/sum: an all-gather and a reduce-scatter of the batch around each half layer, (g-1) V."""
     v = Fraction(BSH, g)
     found = elements_per_rank("serial", {}, "keep", branch="dsp", branch_axes={"g": g})
     assert found == 8 * (g - 1) * v
@@ -107,7 +107,7 @@ def moved_by_a_block(branch, g, data=1, via="all_to_all") -> dict[str, tuple[int
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("g", [2, 4])
 def test_dsp_csub(g, data):
-    """SUPER (Jain et al.) with common layers on sub-grid 0: per block and direction, Q, K, V and the context are scattered and
+    """Jain et al., common layers on sub-grid 0: per block and direction, Q, K, V and the context are scattered and
     gathered, (g-1)/g of each; around the feed-forward layer the stream is broadcast and reduced, (g-1) of it."""
     stream = BSH * data
     moved = moved_by_a_block("dsp_csub", g, data)

@@ -25,7 +25,7 @@ C_ILJ, C_JLI = {"m": "xz", "k": "y"}, {"n": "y", "k": "zx"}
 
 # product -> (dims, layout) of A, B and C; the directions in which A, B are gathered and C is scattered, and those in
 # which the gradients of C, A, B are gathered and scattered.
-# Algorithm 5 cannot run as printed: with its indices the directions are z, y, x (both versions of the paper have the slip).
+# Algorithm 5 cannot run as printed: with its indices the directions are z, y, x (a slip of the paper).
 PRODUCTS = {
     "AB": (("mn", A_IJL), ("nk", B_LJI), ("mk", C_ILJ), ("y", "x", "z"), ("z", "y", "x")),
     "AB^T": (("mn", A_IJL), ("kn", B_LJI), ("mk", C_ILJ), ("y", "x", "z"), ("z", "y", "x")),
