@@ -106,7 +106,7 @@ def calibrate_and_step(
     found = []
     for number, one in enumerate(plan_calibration_rounds(nodes)):
         communicator = connect_groups(
-            one.mesh_ranks.index(rank), one.group_shape, str(number), (address[0], address[1]), "cpu"
+            one.mesh_ranks.index(rank), one.ranks_and_groups, str(number), (address[0], address[1]), "cpu"
         )
         if one.tier == "kernels":
             measured = measure_kernel_rates(communicator, compose_config([*TINY]), False)

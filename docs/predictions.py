@@ -147,7 +147,7 @@ def render_rankings(rows: Sequence[PublishedRun]) -> Iterator[str]:
     for table, (title, _) in TABLES.items():
         of_table = [row for row in rows if row.table == table]
         runs, predicted = [row.run for row in of_table], [row.shipped for row in of_table]
-        rankings = Comparison(runs, predicted, [False] * len(runs), {}).rank_groups()
+        rankings = Comparison(runs, predicted, [False] * len(runs), {}).score_rankings()
         if rankings:
             taus, regrets = [r.tau for r in rankings], [r.regret for r in rankings]
             yield f"| {title} | {len(rankings)} | {mean(taus):.2f} | {mean(regrets):.1%} | {max(regrets):.1%} |"

@@ -192,12 +192,12 @@ def _close_parsers() -> None:
 
 
 def borrow_parser_process(name: str) -> ParserProcess:
-    """Return a child process of the parser `name`, "MODULE:FUNCTION", idle or new, for `release_parser_process`."""
+    """Return a child process of the parser `name`, "MODULE:FUNCTION", idle or new, for `keep_parser_process_idle`."""
     waiting = _idle.setdefault(name, [])
     return waiting.pop() if waiting else ParserProcess(name)
 
 
-def release_parser_process(parser: ParserProcess) -> None:
+def keep_parser_process_idle(parser: ParserProcess) -> None:
     """Keep a parser's child process idle for the next foreign file, if it is alive."""
     if parser.is_usable:
         _idle.setdefault(parser.name, []).append(parser)
@@ -210,4 +210,4 @@ def use_parser(name: str) -> Iterator[ParserProcess]:
     try:
         yield parser
     finally:
-        release_parser_process(parser)
+        keep_parser_process_idle(parser)

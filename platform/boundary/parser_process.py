@@ -89,7 +89,7 @@ def answer_requests(parser: str) -> None:
         sizes = REQUEST.unpack(head)
         request, body = json.loads(_read_exact_bytes(requests, sizes[0])), _read_exact_bytes(requests, sizes[1])
         _limit_resources(request["memory"], request["seconds"])
-        send_message(*_build_reply(answer, request, body, read_range))
+        send_message(*_answer_parser_request(answer, request, body, read_range))
 
 
 def _read_exact_bytes(stream: BinaryIO, size: int) -> bytes:
@@ -109,7 +109,7 @@ def _limit_resources(memory: int, seconds: int) -> None:
         resource.setrlimit(limit, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
-def _build_reply(answer: Answer, request: dict[str, Any], body: bytes, read: Read) -> tuple[bytes, bytes]:
+def _answer_parser_request(answer: Answer, request: dict[str, Any], body: bytes, read: Read) -> tuple[bytes, bytes]:
     """Return kind and payload of a parser process's reply: (DONE, the answer), or (REFUSED, the reason as UTF-8) for
     any error that a foreign file makes the parser raise."""
     try:

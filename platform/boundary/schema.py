@@ -79,7 +79,7 @@ class OneOf(NamedTuple):
             raise Malformed(f"unknown {self.what} {shorten_value(value)}")
 
 
-class Many(NamedTuple):
+class EntryBounds(NamedTuple):
     """Bound on the number of entries of a list or map."""
 
     least: int

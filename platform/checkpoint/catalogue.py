@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 from platform.boundary import documents, schema
 from platform.boundary.local_files import UNKNOWN
 from platform.boundary.redaction import redact_secrets, strip_url_secrets
-from platform.boundary.schema import Malformed, Many, Text
+from platform.boundary.schema import EntryBounds, Malformed, Text
 from platform.boundary.sealed_blocks import FileRange, hash_blocks
 from platform.boundary.storage import Storage, open_storage, read_note, write_note
 from platform.boundary.terminal import show_phase
@@ -112,7 +112,7 @@ def write_carried_files(storage: Storage, directory: str, files: CarriedFiles) -
 def read_carried_files(storage: Storage, directory: str, manifest: Manifest) -> dict[str, bytes]:
     """Read the files that a checkpoint carries, by name. Raises Refused if one has changed, OSError."""
     try:
-        kind = Annotated[dict[_File, _Hash], Many(0, 100)]
+        kind = Annotated[dict[_File, _Hash], EntryBounds(0, 100)]
         expected_hashes = schema.parse_value(kind, manifest.meta.values.get(VALUE, {}))
     except Malformed as error:
         raise Refused(f"{directory}: its {VALUE}: {error}") from None

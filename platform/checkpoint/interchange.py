@@ -17,7 +17,7 @@ from torch import Tensor
 
 from platform.boundary import documents, schema
 from platform.boundary.local_files import LocalStorage
-from platform.boundary.schema import Malformed, Many, Span
+from platform.boundary.schema import EntryBounds, Malformed, Span
 from platform.boundary.storage import Storage, open_storage, write_all_or_nothing
 from platform.boundary.terminal import show_phase
 from platform.boundary.world_faults import walk_causes
@@ -144,7 +144,7 @@ class ForeignTensor:
     header, or, if `placed`, in the file."""
 
     dtype: str
-    shape: Annotated[tuple[Annotated[int, Span(0, 1 << 48)], ...], Many(0, 16)]
+    shape: Annotated[tuple[Annotated[int, Span(0, 1 << 48)], ...], EntryBounds(0, 16)]
     data_offsets: tuple[Bytes, Bytes]
 
     @property

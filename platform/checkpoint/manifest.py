@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
 from platform.boundary import documents, schema
-from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text
+from platform.boundary.schema import EntryBounds, Malformed, OneOf, OpenMap, Span, Text
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
 from platform.checkpoint.blocks import ITEMSIZE, Box, Shapes, find_tiling_faults
 
@@ -25,7 +25,7 @@ SampleCount = Annotated[int, Span(0, 10**18)]
 Bytes = Annotated[int, Span(0, 1 << 60)]
 File = Annotated[str, Text(r"[A-Za-z0-9_-]{1,200}\.bin", "the name of a block file")]  # stays in its folder
 Name = Annotated[str, Text(r"[^\x00-\x1f\x7f-\x9f]{1,1000}", "a name")]
-TensorShape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], Many(0, 16)]
+TensorShape = Annotated[tuple[Annotated[int, Span(1, 1 << 48)], ...], EntryBounds(0, 16)]
 PLAN = OpenMap((("mesh", dict[Name, Annotated[int, Span(1, 1 << 31)]]), ("scheme", str)))  # fields that are read
 
 

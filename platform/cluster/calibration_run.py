@@ -45,7 +45,7 @@ def run_calibration(
         nodes = [member.node.partition("/")[0] for _, member in sorted(crew.ready_members_by_number.items())]
         round_replies = []
         for number, one in enumerate(calibration.plan_calibration_rounds(nodes)):
-            workers_each, groups = one.group_shape[:2]
+            workers_each, groups = one.ranks_and_groups[:2]
             print_line(f"  {one.tier}: {format_count(groups, 'group')} of {format_count(workers_each, 'worker')}")
             round_replies.append((one, _measure_round(crew, job, one, str(number), tiny)))
     device, memory, processors = round_replies[0][1][0]
@@ -70,7 +70,7 @@ def _measure_round(
     method = Worker.measure_kernels if calibration_round.tier == "kernels" else Worker.measure_collectives
     ranks = ByRank(range(len(seats)))
     replies = crew.call_ranks(
-        method, ranks, list(calibration_round.group_shape), name, crew.store, tiny, within=SECONDS
+        method, ranks, list(calibration_round.ranks_and_groups), name, crew.store, tiny, within=SECONDS
     )
     crew.release_members()
     first = replies[0]

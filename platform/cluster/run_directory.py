@@ -92,7 +92,7 @@ def is_ended_by_preemption(directory: Path) -> bool:
     return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in life)
 
 
-def has_lost_worker(directory: Path) -> bool:
+def gave_up_on_dead_worker(directory: Path) -> bool:
     """Return True if a run's last driver gave up as a worker's process died. Raises Malformed, OSError."""
     life = events.last_driver_events([*read_journal(directory)])
     failures = [event for event in life if isinstance(event, events.Failure)]

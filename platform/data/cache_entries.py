@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from platform.boundary import schema
 from platform.boundary.refusals import ConfigError
-from platform.boundary.schema import Malformed, Many, OneOf, Span, Text
+from platform.boundary.schema import EntryBounds, Malformed, OneOf, Span, Text
 from platform.config.fields import Data, hash_values
 from platform.data import cache, source_kind
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
@@ -214,7 +214,7 @@ def _are_pair_ends_legal(ends: NDArray[np.int64], train: Sequence[int], held: Se
 class _Common:
     """Description of what several sources have in common in the cache: a tokenizer, and the names of their entries."""
 
-    entries: Annotated[list[Annotated[str, Text("[0-9a-f]{64}", "the name of an entry")]], Many(1, 1000)]
+    entries: Annotated[list[Annotated[str, Text("[0-9a-f]{64}", "the name of an entry")]], EntryBounds(1, 1000)]
     files: dict[str, Any]
 
 

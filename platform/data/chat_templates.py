@@ -17,7 +17,7 @@ from platform.boundary.confinement import (
     ParserProcess,
     borrow_parser_process,
     compute_limits,
-    release_parser_process,
+    keep_parser_process_idle,
     use_parser,
 )
 from platform.boundary.documents import find_lone_surrogate, parse_json
@@ -81,7 +81,7 @@ class ConfinedTokenizer:
     def _start_parser(self) -> None:
         """Start the child process that runs this tokenizer, and take over its tokens and ids. Raises Malformed."""
         self._parser: ParserProcess = borrow_parser_process(_PARSER)
-        finalize(self, release_parser_process, self._parser)
+        finalize(self, keep_parser_process_idle, self._parser)
         bounds = _parsing_limits(len(self._raw))
         answer = self._parser.request_answer({"do": "open"}, self._raw, bounds)
         reply = parse_json(answer, bounds.output, _VALUES, strict=False)
@@ -287,7 +287,7 @@ class ChatTemplate:
         self._special = sorted((t for t in special if len(t) > 1), key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, self._special)) or "(?!)")
         self._text, self._parser = text, borrow_parser_process(_CHAT_PARSER)
-        finalize(self, release_parser_process, self._parser)
+        finalize(self, keep_parser_process_idle, self._parser)
         self._ask_parser(b"", compute_limits(_CHAT_MEMORY, _CHAT_SECONDS, 0), "no template of Jinja")
 
     def _ask_parser(self, body: bytes, bounds: Limits, fault: str) -> bytes:

@@ -255,7 +255,9 @@ def register_documents(
     documents = partial(read_user_documents, read, _convert_token_ids if tokens else _convert_text)
     texts = None if tokens else lambda text: [text]
     encode = encode_tokens if tokens else encode_texts
-    KINDS[name] = OwnKind(lambda data: [], documents, encode, partial(_hash_documents, documents), texts, starts=tokens)
+    KINDS[name] = UserFunctionKind(
+        lambda data: [], documents, encode, partial(_hash_documents, documents), texts, starts=tokens
+    )
 
 
 def read_user_documents(
@@ -323,7 +325,7 @@ def _name_document_in_errors(data: Data, which: str = "") -> Iterator[None]:
         raise ConfigError(f"{name}: {error}{which}") from error
 
 
-class OwnKind(SourceKind):
+class UserFunctionKind(SourceKind):
     """Kind of source of a user's function that yields documents, and reads no files of ours."""
 
     def group_files(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:

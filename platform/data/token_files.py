@@ -138,11 +138,11 @@ def locate_tokens(file: DataFile, data: Data) -> TokenFile:
         if size % dtype.itemsize:
             raise ConfigError(f"{size} bytes are no whole number of tokens of data.dtype={data.dtype}")
         located = TokenFile(file, dtype.str, 0, size // dtype.itemsize)
-        _check_integer_width(located.map_tokens()[:_AT_ONCE], data.dtype)
+        _refuse_wider_integers(located.map_tokens()[:_AT_ONCE], data.dtype)
         return located
 
 
-def _check_integer_width(tokens: NDArray[np.integer], dtype: str) -> None:
+def _refuse_wider_integers(tokens: NDArray[np.integer], dtype: str) -> None:
     """Raise ConfigError if the first tokens of a plain .bin, read as `dtype`, are parts of wider integers: of each 2, 4
     or 8 all are 0 but the first, or the last, which mostly are not."""
     size, filled = tokens.dtype.itemsize, np.flatnonzero(tokens)

@@ -21,7 +21,7 @@ from platform.config.key import format_hms, parse_job_limit
 from platform.data.mixture import paths_by_key
 from platform.jobs.job_options import JobOptions, refuse_missing_options, split_and_check_job_options
 from platform.launch import compose_config
-from platform.optimizer.optimizers import count_state_numbers
+from platform.optimizer.optimizers import count_states_per_element
 from platform.plan.accelerators import nominal_memory
 from platform.plan.plan import Plan
 from platform.predict.footprint import state_elements, weight_bytes
@@ -87,7 +87,7 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
     enough = nodes if config.cluster.check else _ceil_divide(nodes, 2)
     least = _ceil_divide(config.elastic.min_workers, workers) or enough
     worker_state = _worker_state_bytes(config, plan)
-    state = (plan.parameter_count + state_elements(plan, count_state_numbers(config))) * plan.itemsize["master"]
+    state = (plan.parameter_count + state_elements(plan, count_states_per_element(config))) * plan.itemsize["master"]
     copies = _COPIES if config.elastic.snapshot_every else 0
     worker_bytes = _PROCESS[device] + (copies + _SAVED) * worker_state
     worker_bytes += predict_peak_bytes(config, plan) if device == "cpu" else predict_host_bytes(config, plan)
@@ -100,7 +100,7 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
 
 def _worker_state_bytes(config: Config, plan: Plan) -> int:
     """Return the bytes of master copies and optimizer state on the worker that has most of them."""
-    first, kept, master = plan.mesh.rank_coordinates(0), count_state_numbers(config), plan.itemsize["master"]
+    first, kept, master = plan.mesh.rank_coordinates(0), count_states_per_element(config), plan.itemsize["master"]
     places = [{**first, "stage": stage} for stage in range(plan.num_stages)]
     return max(plan.count_masters_of_rank(c) * master + weight_bytes(plan, kept, c)["optimizer"] for c in places)
 

@@ -297,7 +297,7 @@ class _TorchrunDriver:
         self._lives.announce_end_of_life()
         if status is None:
             status = -signal.SIGKILL if begun else STOPPED
-        if status == FAILED and read_or_default(run_directory.has_lost_worker, self._run_dir, False):
+        if status == FAILED and read_or_default(run_directory.gave_up_on_dead_worker, self._run_dir, False):
             status = STOPPED
         self._status = status
         return status

@@ -174,7 +174,7 @@ SIDES = ("row_var", "col_var")
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
-def count_state_numbers(config: Config) -> int:
+def count_states_per_element(config: Config) -> int:
     """Return the numbers of optimizer state per trained element: moments, and one more for averaged weights."""
     moments = OPTIMIZERS[config.optimizer.kind].moments
     return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)

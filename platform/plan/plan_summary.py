@@ -1,8 +1,8 @@
 """Summary of a plan: a table of layouts per region and a few lines of totals (`describe`), with the work of attention
 on each rank, and the parts of a training step by name.
 
-`attention_work` counts the keys that a rank's queries see, by causality and windows: documents and padding are not
-known to a plan. `fold_into_measured_parts` turns the parts of a predicted step into the ones that clocks measure.
+`count_scores_by_rank` counts the keys that a rank's queries see, by causality and windows: documents and padding are
+not known to a plan. `fold_into_measured_parts` turns the parts of a predicted step into the ones that clocks measure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication, count_kernels
 
 
-def attention_work(plan: Plan) -> list[int]:
+def count_scores_by_rank(plan: Plan) -> list[int]:
     """Return how many scores each rank of a context computes per head of a sequence, in mesh order; [] without."""
     attentions = [o for o in plan.attention_operations if "length" in o.operation.outputs[0].dims]
     return [sum(_count_keys_seen(plan, o, at) for o in attentions) for at in coordinates_of_context(plan)]
@@ -33,7 +33,7 @@ def coordinates_of_context(plan: Plan) -> list[dict[str, int]]:
 
 def attention_imbalance(plan: Plan) -> float:
     """Return the work of attention of the busiest rank of a context, in terms of the mean; 0 without contexts."""
-    work = attention_work(plan)
+    work = count_scores_by_rank(plan)
     return max(work) * len(work) / sum(work) if sum(work) else 0.0
 
 

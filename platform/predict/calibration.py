@@ -218,7 +218,7 @@ class Round(NamedTuple):
     groups: Sequence[Sequence[int]]
 
     @property
-    def group_shape(self) -> tuple[int, int]:
+    def ranks_and_groups(self) -> tuple[int, int]:
         """Return the ranks of a group, and the number of groups."""
         return len(self.groups[0]), len(self.groups)
 

@@ -342,7 +342,7 @@ class Comparison(NamedTuple):
         errors = [e for e, marked in zip(self.relative_errors, self.fitted, strict=True) if marked == fitted]
         return summarize_errors(errors) if errors else None
 
-    def rank_groups(self) -> list[Ranking]:
+    def score_rankings(self) -> list[Ranking]:
         """Return the rankings of all groups of two runs or more that share model, batch and devices."""
         groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for i, run in enumerate(self.runs):
@@ -420,7 +420,12 @@ def dump_comparison(c: Comparison) -> dict[str, Any]:
     ]
     sizes = {"fitted": c.score_runs(True), "scored": c.score_runs(False)}
     scores = {key: errors and errors._asdict() for key, errors in sizes.items()}
-    return {"rows": rows, **scores, "rankings": [r._asdict() for r in c.rank_groups()], "constants": dict(c.constants)}
+    return {
+        "rows": rows,
+        **scores,
+        "rankings": [r._asdict() for r in c.score_rankings()],
+        "constants": dict(c.constants),
+    }
 
 
 def format_prediction_errors(c: Comparison) -> Sequence[str]:
@@ -443,7 +448,7 @@ def format_prediction_errors(c: Comparison) -> Sequence[str]:
             sizes = zip(("mean", "median", "p90", "largest"), scores[1:], strict=True)
             shown = ", ".join(f"{size} {_format_share(share, '.2%')}" for size, share in sizes)
             lines.append(f"errors of the {scores.runs} runs {title}: {shown}")
-    for r in c.rank_groups():
+    for r in c.score_rankings():
         regret = f"tau {r.tau:.2f}, regret {_format_share(r.regret, '.2%')}"
         lines.append(f"ranking of {r.runs[0]} ... {r.runs[-1]} ({len(r.runs)}): {regret}")
     return lines

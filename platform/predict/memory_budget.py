@@ -14,7 +14,7 @@ from math import prod
 from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
-from platform.optimizer.optimizers import OPTIMIZERS, OptimizerUpdate, count_state_numbers, iterate_updated_parts
+from platform.optimizer.optimizers import OPTIMIZERS, OptimizerUpdate, count_states_per_element, iterate_updated_parts
 from platform.plan import generation_passes
 from platform.plan.accelerators import overhead_bytes
 from platform.plan.chunks import Chunk, RecordableModel
@@ -171,7 +171,7 @@ class TrainingForecast:
 
     def predict_stage(self, stage: int) -> Footprint:
         """Return the predicted memory of one worker of a stage."""
-        moments, dropout = count_state_numbers(self.config), self.config.model.dropout
+        moments, dropout = count_states_per_element(self.config), self.config.model.dropout
         how = dropout, self.device, _count_scratch_bytes(self.config, self.plan, stage)
         row = self._schedule_rows[stage]
         stage_footprints = (
@@ -233,5 +233,5 @@ def list_compiled(config: Config) -> list[str]:
 
 def weight_bytes_by_stage(config: Config, plan: Plan) -> list[int]:
     """Return a plan's bytes of parameters, gradients and optimizer state, by stage, on a worker with all blocks."""
-    moments, first = count_state_numbers(config), plan.mesh.rank_coordinates(0)
+    moments, first = count_states_per_element(config), plan.mesh.rank_coordinates(0)
     return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.num_stages)]

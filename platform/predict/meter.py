@@ -262,9 +262,9 @@ class MemoryMeter(Ops):
         """Return True if an operand is a parameter whose gradient is added in its bucket; count those bytes."""
         return isinstance(key, str) and self.leaves.adds_in_place(key)
 
-    def common_attention_mask(self, a: AttentionBlock, window: int, documents: bool) -> Value:
+    def additive_attention_mask(self, a: AttentionBlock, window: int, documents: bool) -> Value:
         """Count the memory of attention's mask for a `window` or for `documents`, made as
-        `ParallelOps.common_attention_mask` does: once for all layers of a pass, and without documents once for all
+        `ParallelOps.additive_attention_mask` does: once for all layers of a pass, and without documents once for all
         passes."""
         masks = self.of_pass if documents else self.standing
         positions = a.length * a.memory_length

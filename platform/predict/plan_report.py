@@ -20,7 +20,7 @@ from platform.plan.chunks import RecordableModel
 from platform.plan.layout import format_count
 from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import attention_work, describe, format_number, format_seconds
+from platform.plan.plan_summary import count_scores_by_rank, describe, format_number, format_seconds
 from platform.plan.step_collectives import (
     bucket_collectives,
     communication,
@@ -75,7 +75,7 @@ def explain_plan(
         "bytes_per_layer": bytes_per_layer(plan),
         "tiers": {"sizes": dict(tiers), "rows": [asdict(row) for row in tier_traffic(plan, places, rings)]},
         **worker_holdings(plan.mesh.rank_coordinates(0)),
-        "attention_work": attention_work(plan),
+        "attention_work": count_scores_by_rank(plan),
         "warnings": list(plan.warnings),
         **({"snapshots": dict(snapshots)} if snapshots else {}),
         **{key: value for key, value in (more or {}).items() if value},

@@ -13,7 +13,7 @@ from platform.config.extensions import flatten_own_settings
 from platform.config.fields import Config
 from platform.config.groups import AUTO
 from platform.model import build_model
-from platform.optimizer.optimizers import count_state_numbers, reason_against_early_update
+from platform.optimizer.optimizers import count_states_per_element, reason_against_early_update
 from platform.plan.accelerators import nominal_memory
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
@@ -262,7 +262,7 @@ def explain_config(
     explanation = explain_plan(
         plan,
         build_model(config.model),
-        moments=count_state_numbers(config),
+        moments=count_states_per_element(config),
         tiers=tiers,
         dropout=config.model.dropout,
         footprints=needed,

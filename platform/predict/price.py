@@ -421,7 +421,7 @@ class _PassPricer:
         self._computed: dict[int, float] = {}  # by identity of a part
         self._spans: dict[int, tuple[float, Counter[str], Counter[str], int]] = {}  # by identity of a pass's parts
 
-    def launch_seconds(self, c: Collective) -> float:
+    def price_collective(self, c: Collective) -> float:
         """Return the seconds of one launch of a collective."""
         if c not in self._launched:
             self._launched[c] = self._rows_seconds(c) if c.op == "all_to_allv" else self._collective_seconds(c)
@@ -444,7 +444,7 @@ class _PassPricer:
         seconds_by_axes: Counter[str] = Counter()
         for c, n in launches.items():
             name = STAGE if c.op == "send" else "+".join(self.plan.mesh.order_axes(c.axes))
-            seconds_by_axes[name] += n * (self.launch_seconds(c) + copy * self.plan.mesh.count_ranks(c.axes))  # type: ignore[assignment]
+            seconds_by_axes[name] += n * (self.price_collective(c) + copy * self.plan.mesh.count_ranks(c.axes))  # type: ignore[assignment]
         return seconds_by_axes
 
     def _sum_parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from platform.config.fields import Config
 from platform.config.layout_rules import list_tensor_axes
-from platform.optimizer.optimizers import count_state_numbers
+from platform.optimizer.optimizers import count_states_per_element
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication
 from platform.predict.contenders import CHOOSABLE
@@ -39,7 +39,7 @@ class MemoryBudget:
         if memory < inf:
             plan = make_plan(config)
             self.memory = max(memory, predict_peak_bytes(config, plan))
-            self._state = state_elements(plan, count_state_numbers(config))
+            self._state = state_elements(plan, count_states_per_element(config))
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold_config(self, config: Config) -> bool:

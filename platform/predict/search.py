@@ -18,7 +18,7 @@ from platform.boundary.terminal import show_phase
 from platform.config.fields import ALL, Config
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
-from platform.optimizer.optimizers import count_state_numbers
+from platform.optimizer.optimizers import count_states_per_element
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_divisors, find_factorizations, format_count
 from platform.plan.plan import Plan
@@ -149,7 +149,9 @@ class SearchOutcome:
         number once."""
         plan = self.tried[0].plan
         parameters = sum(prod(plan.global_shape(p)) for p in plan.parameters)
-        return (parameters + state_elements(plan, count_state_numbers(self.space.config))) * plan.itemsize["master"]
+        return (parameters + state_elements(plan, count_states_per_element(self.space.config))) * plan.itemsize[
+            "master"
+        ]
 
     @cached_property
     def quickest_fitting_finalist(self) -> Finalist | None:
@@ -269,7 +271,7 @@ class ContenderGrid:
         c = self.space.config
         few, libraries = min(FEW, c.model.layers), device_kind(c) == "cuda"
         return Circumstances(
-            self.hardware, c.precision, c.model.layers, few, c.train.global_batch, count_state_numbers(c),
+            self.hardware, c.precision, c.model.layers, few, c.train.global_batch, count_states_per_element(c),
             c.parallel.overlap, libraries, read_bucket_size(c),
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from platform.plan.operation_plan import JOINS_GRADIENTS, EinsumGroup
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import PendingConversion, convert, convert_differentiably, is_absent_block
-from platform.runtime.flat_buffers import Neighbours
+from platform.runtime.flat_buffers import AdjacentParameters
 from platform.runtime.products import (
     Dims,
     RowGroups,
@@ -138,8 +138,8 @@ class _Einsums(torch.autograd.Function):
 class _JoinedWeights(NamedTuple):
     """Weights of a group that are one matrix [columns of all, contracted], and their biases, if there are any."""
 
-    weights: Neighbours
-    biases: Neighbours | None
+    weights: AdjacentParameters
+    biases: AdjacentParameters | None
     contracted: int
 
     @property
@@ -175,7 +175,10 @@ def _join_adjacent_weights(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _J
     count = len(group.einsums)
     if is_absent_block(x) or not group.can_join_operands:
         return None
-    weights, biases = Neighbours.find_if_adjacent(leaves[:count]), Neighbours.find_if_adjacent(leaves[count:])
+    weights, biases = (
+        AdjacentParameters.find_if_adjacent(leaves[:count]),
+        AdjacentParameters.find_if_adjacent(leaves[count:]),
+    )
     last = leaves[0]
     if weights is None or last is None or (biases is None and len(leaves) > count):
         return None
@@ -198,7 +201,7 @@ def _compute_operand_gradients(
     pending: list[PendingConversion | None] = []
     read = widen_dtype(x) if group.has_wide_dtype else x
     straight = not any(e.operand.backward for e in group.einsums)
-    together = Neighbours.find_if_adjacent(leaves[:count]) if expert_groups and straight else None
+    together = AdjacentParameters.find_if_adjacent(leaves[:count]) if expert_groups and straight else None
     if expert_groups and together:
         together.add_gradients(partial(_add_expert_weight_gradients, expert_groups, group, leaves, read, gradients))
         pending += [None] * count

@@ -1,7 +1,7 @@
 """Flat buffers of a bucket's parameters on one rank: compute copies, master copies and gradients, each block a view.
 
-`local_squared_norm` and `sum_squares` make the norm of the gradient, of which each rank counts its part. `Neighbours`
-are parameters that lie one after another in a bucket, so that one product computes with all of them.
+`local_squared_norm` and `sum_squares` make the norm of the gradient, of which each rank counts its part.
+`AdjacentParameters` lie one after another in a bucket, so that one product computes with all of them.
 """
 
 from __future__ import annotations
@@ -474,14 +474,14 @@ def _sum_squares_by_rows(x: Tensor) -> Tensor:
     return rows.dot(rows) + remainder.dot(remainder)
 
 
-class Neighbours(NamedTuple):
+class AdjacentParameters(NamedTuple):
     """Parameters whose compute copies lie one after another in a bucket."""
 
     bucket: FlatBucket
     names: tuple[str, ...]
 
     @classmethod
-    def find_if_adjacent(cls, leaves: Sequence[Tensor | None]) -> Neighbours | None:
+    def find_if_adjacent(cls, leaves: Sequence[Tensor | None]) -> AdjacentParameters | None:
         """Return parameters as neighbours in one flat bucket; None if fewer than two, not adjacent, or absent here."""
         homes = [find_bucket_of_leaf(w) for w in leaves if w is not None]
         flats, names = [f[0] for f in homes if f], tuple(f[1] for f in homes if f)

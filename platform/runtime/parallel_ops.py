@@ -313,7 +313,7 @@ class ParallelOps(Ops):
         key = residual.derive_key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self.blocks[spec])
         return residual.use_random_key(key, device)
 
-    def common_attention_mask(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
+    def additive_attention_mask(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
         """Return the attention mask added to the scores of q, of type `spec`, and all k [batch, heads, length, d_kv]:
         -inf for keys hidden by causality, by a `window`, or by `begins`, the positions at which documents begin, else
         0. It is made once for all layers and, without `begins`, for all passes."""

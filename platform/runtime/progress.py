@@ -19,7 +19,7 @@ from time import monotonic
 from traceback import format_stack
 from typing import Annotated, Any, NamedTuple
 
-from platform.boundary.schema import Count, Many, Span, Text
+from platform.boundary.schema import Count, EntryBounds, Span, Text
 
 # Sockets of this process. The ones of gloo's groups are found so that they can be shut down: gloo cannot abort, and
 # leaving a group waits for all its operations in progress, on ranks that may be waiting for this one in other groups.
@@ -119,7 +119,7 @@ class Wait(NamedTuple):
 
     op: str
     name: str
-    axes: Annotated[list[str], Many(0, 64)]
+    axes: Annotated[list[str], EntryBounds(0, 64)]
     peer: Annotated[int, Span(-1, 1 << 53)] = -1
     number: Count = 0
 
@@ -157,8 +157,8 @@ class Activity:
     busy: Annotated[float, Span(0, 1e12)] = 0.0
     preparing: bool = False
     wait: Wait | None = None
-    stack: Annotated[list[str], Many(0, _FRAMES)] = field(default_factory=list)
-    links: Annotated[list[TcpLink], Many(0, 64)] = field(default_factory=list)
+    stack: Annotated[list[str], EntryBounds(0, _FRAMES)] = field(default_factory=list)
+    links: Annotated[list[TcpLink], EntryBounds(0, 64)] = field(default_factory=list)
     done: Count = 0
     total: Count = 0
 

@@ -24,7 +24,7 @@ from platform.boundary import documents, schema
 from platform.boundary.documents import open_regular_file
 from platform.boundary.local_files import replace_file, replace_text
 from platform.boundary.redaction import redact_secrets
-from platform.boundary.schema import Count, Malformed, Many, OneOf, Real, Span
+from platform.boundary.schema import Count, EntryBounds, Malformed, OneOf, Real, Span
 from platform.checkpoint.manifest import FileReport
 from platform.monitor.verdict.evidence import wait_text
 from platform.runtime.progress import Wait
@@ -390,7 +390,7 @@ class Stand:
     node: str
     pid: Count
     call: str
-    sections: Annotated[list[str], Many(0, 64)]
+    sections: Annotated[list[str], EntryBounds(0, 64)]
     waiting: bool
     seconds: float
     wait: Wait | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import pytest
 
 from platform.boundary.documents import parse_json, parse_yaml, printable_line, read_bytes
-from platform.boundary.schema import Malformed, Many, OneOf, OpenMap, Span, Text, parse_value
+from platform.boundary.schema import EntryBounds, Malformed, OneOf, OpenMap, Span, Text, parse_value
 
 
 class Pair(NamedTuple):
@@ -27,7 +27,7 @@ class Shape:
     pairs: dict[str, Pair] = field(default_factory=dict)
     kind: Annotated[str, OneOf(("a", "b"), "kind")] = "a"
     rest: Annotated[dict[str, Any], OpenMap((("step", int),), ("step",))] = field(default_factory=dict)
-    few: Annotated[list[str], Many(0, 2)] = field(default_factory=list)
+    few: Annotated[list[str], EntryBounds(0, 2)] = field(default_factory=list)
 
 
 def test_what_fits_is_read():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from platform.cluster.crew import channel, switchboard
 from platform.cluster.crew.channel import Answer, Hello, Unframer, encode_message
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 
 MEMBER = 0  # who is served all the while
 EXPECTED = range(1, 9)  # for whom the driver waits, and who never comes
@@ -90,7 +90,7 @@ def of_json(draw: random.Random, to: Target) -> bytes:
 class Target(NamedTuple):
     """A connection to the listener, as who is to say something on it knows it."""
 
-    board: ControlSwitchboard
+    board: WorkerSwitchboard
     challenge: str
 
 
@@ -194,7 +194,7 @@ NONSENSE = (  # what no member says
 class Listener:
     """A switchboard with its one true member, and strangers that come and go."""
 
-    def __init__(self, board: ControlSwitchboard):
+    def __init__(self, board: WorkerSwitchboard):
         self.board, self.count, self.size, self.late = board, 0, 0, 1000
         self.silent: deque[socket.socket] = deque()
         board.expect_members([MEMBER])
@@ -392,7 +392,7 @@ def resident() -> int:
 def opened() -> Iterator[Callable[[int], str]]:
     before, switchboard._STRANGERS = switchboard._STRANGERS, STRANGERS
     try:
-        with closing(ControlSwitchboard("127.0.0.1")) as board:
+        with closing(WorkerSwitchboard("127.0.0.1")) as board:
             listener = Listener(board)
             yield listener.attempt
             listener.member.close()

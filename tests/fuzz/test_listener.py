@@ -4,7 +4,7 @@ import pytest
 
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import Garbled
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 from tests.fuzz import listener
 from tests.fuzz.runner import run
 
@@ -23,7 +23,7 @@ def test_a_hundred_thousand_strangers_harm_nobody():
     assert min(outcome.counts.values()) >= 100, outcome.table()
 
 
-class Credulous(ControlSwitchboard):
+class Credulous(WorkerSwitchboard):
     def _take_message(self, connection, message):
         """Members may say anything."""
         try:
@@ -32,16 +32,16 @@ class Credulous(ControlSwitchboard):
             self._events.append((connection.number or 0, message))
 
 
-hear, proof = ControlSwitchboard._take_message, channel.compute_proof
+hear, proof = WorkerSwitchboard._take_message, channel.compute_proof
 CARELESS = {
     "every member has the same token": (
-        ControlSwitchboard,
+        WorkerSwitchboard,
         "member_token",
         lambda self, number: channel.member_token(self._key, self.session, 0),
     ),
-    "a flood is let in": (ControlSwitchboard, "_drop_oldest_unauthenticated", lambda self: False),
-    "members may say anything": (ControlSwitchboard, "_take_message", Credulous._take_message),
-    "who is gone is kept": (ControlSwitchboard, "_report_lost_connection", lambda self, connection: None),
+    "a flood is let in": (WorkerSwitchboard, "_drop_oldest_unauthenticated", lambda self: False),
+    "members may say anything": (WorkerSwitchboard, "_take_message", Credulous._take_message),
+    "who is gone is kept": (WorkerSwitchboard, "_report_lost_connection", lambda self, connection: None),
     "a greeting opens any connection": (
         channel,
         "compute_proof",

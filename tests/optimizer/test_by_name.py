@@ -10,7 +10,7 @@ import torch
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.validation import violations_of_configuration
-from platform.optimizer.optimizers import count_state_numbers, find_muon_matrices
+from platform.optimizer.optimizers import count_states_per_element, find_muon_matrices
 from platform.plan.step_collectives import communication, matrix_sides
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
@@ -347,7 +347,7 @@ def test_what_is_kept_is_what_was_forecast(kind, plan):
         kept = sum(b.tensor.nbytes for b in RankTrainingState(trainer).live_blocks() if not b.name.startswith("model."))
         live = sum(x.nbytes for state in trainer.optimizer.state.values() for x in state.values()
                    if isinstance(x, torch.Tensor) and x.ndim)  # fmt: skip
-        forecast = weight_bytes(trainer.stage, count_state_numbers(c), communicator.coordinates)["optimizer"]
+        forecast = weight_bytes(trainer.stage, count_states_per_element(c), communicator.coordinates)["optimizer"]
         padding = sum(b.elements - sum(b.sizes) for b in made.buckets) * 8 * 2
         assert kept == live and kept <= forecast <= kept + padding
 

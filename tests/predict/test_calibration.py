@@ -66,7 +66,7 @@ def kernels(h):
 
 def links(h, one, slower=()):
     """What a rank of one group measures of its links; collectives of the kinds `slower` take twice as long."""
-    n, groups = one.group_shape
+    n, groups = one.ranks_and_groups
     here = n if one.tier == "node" else 1
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22):
         for op in KINDS:
@@ -131,7 +131,7 @@ def test_who_measures_with_whom():
     assert [(r.tier, r.groups) for r in plan_calibration_rounds(["a"])] == [("kernels", [[0]])]
     four = [(r.tier, r.groups) for r in plan_calibration_rounds(["a", "a", "b", "b"])[1:]]
     assert four == [("node", [[0, 1], [2, 3]]), ("network", [[0, 2], [1, 3]])]
-    by_size = [(r.tier, r.group_shape) for r in plan_calibration_rounds(NODES)[1:]]
+    by_size = [(r.tier, r.ranks_and_groups) for r in plan_calibration_rounds(NODES)[1:]]
     assert by_size == [("node", (2, 4)), ("node", (4, 2)), ("network", (2, 4))]
     assert plan_calibration_rounds(["a", "a", "b", "b"])[1].mesh_ranks == [0, 2, 1, 3]
     assert [r.groups for r in plan_calibration_rounds(["a", "a", "b"])[1:]] == [[[0, 2]]], "the second of node a waits"

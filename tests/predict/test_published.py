@@ -96,7 +96,7 @@ def test_newer_software_is_faster_alike():
     found = compare_runs(rows, [True] * len(rows))
     scores = found.score_runs(fitted=True)
     assert scores.mean <= 0.03 and scores.largest <= 0.06
-    assert all(ranking.tau == 1 for ranking in found.rank_groups())
+    assert all(ranking.tau == 1 for ranking in found.score_rankings())
 
 
 @pytest.mark.full

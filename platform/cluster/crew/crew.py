@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from platform.cluster.crew.failures import Failure, Member
 from platform.cluster.crew.heartbeats import NOTHING, CallMonitor
 from platform.cluster.crew.job import Job
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 from platform.train.replies import WORDS
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Launcher(ABC):
         driver is to listen, one that they can reach."""
 
     @abstractmethod
-    def launch_workers(self, job: Job, numbers: Sequence[int], board: ControlSwitchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: WorkerSwitchboard) -> None:
         """Start worker processes for the members `numbers`, each of which will dial the driver's switchboard `board`
         and serve its worker there. The first call names all initial members."""
 

@@ -18,7 +18,7 @@ from time import monotonic
 
 from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.job import Assignment, Job, assign_worker, single_gpu_environment
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 
 _PROGRAM = """
 import json, sys
@@ -145,7 +145,7 @@ class ForkLauncher(Launcher):
         self._open_fork_server(job)
         return "127.0.0.1"
 
-    def launch_workers(self, job: Job, numbers: Sequence[int], board: ControlSwitchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: WorkerSwitchboard) -> None:
         """Fork a worker for each of the members `numbers`, in the lowest free slot of this machine."""
         server = self._open_fork_server(job)
         for number in numbers:

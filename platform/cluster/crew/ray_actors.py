@@ -32,7 +32,7 @@ from platform.cluster.crew.forked_workers import ForkServer, order_worker
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, usable_cores
 from platform.cluster.crew.ray_process import close_ray_process, share_ray_process
 from platform.cluster.crew.ray_session import DrainWatcher, EmbeddedRay, join_cluster, list_free_nodes, matches_labels
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 from platform.cluster.crew.worker_host import serve_worker
 from platform.plan.layout import format_count
 
@@ -234,7 +234,7 @@ class RayActors(Launcher):
         everybody = self._here in nodes  # the driver's node is draining, and the run ends with it
         return {number for number, member in members.items() if everybody or _node_id(member.node) in nodes}
 
-    def launch_workers(self, job: Job, numbers: Sequence[int], board: ControlSwitchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: WorkerSwitchboard) -> None:
         """Start Ray actors for the workers `numbers`: the initial ones together, and wait until they run; hired ones
         where Ray has a place, without waiting."""
         tokens = {number: board.member_token(number) for number in numbers}

@@ -20,7 +20,7 @@ from platform.cluster.crew.crew import ByRank, Crew, Launcher, T, Worker, argume
 from platform.cluster.crew.failures import Failure, Member, WorkerFailed
 from platform.cluster.crew.heartbeats import BEAT_SECONDS, CALM_SECONDS, CallMonitor, HangWatch
 from platform.cluster.crew.job import START, Job, open_tcp_store
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 from platform.train import replies
 from platform.train.replies import prepare_dump_folder, write_dump_summary
 
@@ -58,7 +58,7 @@ class MemberRoster:
         WorkerFailed if one of them dies or fails to construct its worker."""
         with show_phase("starting workers", size, "workers", lambda: (self.num_arrived, size)):
             self.host = self._launcher.prepare_launch(self.job, size)
-            self.board = self._opened.enter_context(closing(ControlSwitchboard(self.host, self._launcher.key)))
+            self.board = self._opened.enter_context(closing(WorkerSwitchboard(self.host, self._launcher.key)))
             self.hire_workers(size)
             job.preload_torch()
             while self.starting:

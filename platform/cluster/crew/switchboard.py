@@ -57,7 +57,7 @@ _LOG = logging.getLogger(__name__)
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-class ControlSwitchboard:
+class WorkerSwitchboard:
     """Listens in the driver at `address` (host, port), on that host alone, for worker processes, and admits the members
     in `expected` that prove to hold their token. A stranger is a connection that is not yet admitted: a bad message
     from it, or any error in handling one, closes that connection and affects nothing else but the count `refused`. A

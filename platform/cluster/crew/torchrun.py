@@ -33,7 +33,7 @@ from platform.cluster.crew import channel
 from platform.cluster.crew.channel import connect_to_driver, encode_json
 from platform.cluster.crew.crew import Launcher
 from platform.cluster.crew.job import Assignment, Job, assign_worker, local_tiers, single_gpu_environment
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 from platform.cluster.crew.worker_host import serve_connection
 
 SECRET = "PLATFORM_SECRET"
@@ -121,7 +121,7 @@ class TorchrunLauncher(Launcher):
         if self._file:
             self._file.unlink(missing_ok=True)
 
-    def launch_workers(self, job: Job, numbers: Sequence[int], board: ControlSwitchboard) -> None:
+    def launch_workers(self, job: Job, numbers: Sequence[int], board: WorkerSwitchboard) -> None:
         """Publish the driver's address in torchrun's store, and serve member 0 in a thread of this process."""
         local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         assignment = assign_worker(job, 0, local_rank=0, local_world_size=local_size, group_rank=0)

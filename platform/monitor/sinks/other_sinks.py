@@ -239,7 +239,7 @@ def _build_histogram(name: str, value: list[int]) -> Any:
 SECONDS = 60.0  # that a command may take
 
 
-class CommandSink(MonitorSink):
+class AlertCommandSink(MonitorSink):
     """Command of monitor.alert_command. It runs in the run directory, one alert after the other."""
 
     takes_steps = False

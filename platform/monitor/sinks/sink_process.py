@@ -24,7 +24,7 @@ from platform.boundary.refusals import typed_command
 from platform.config.fields import Config
 from platform.config.groups import Monitor
 from platform.monitor.sinks.alerts import MonitorSink, SinkRun
-from platform.monitor.sinks.other_sinks import CommandSink, MlflowSink, TensorboardSink, TrackioSink
+from platform.monitor.sinks.other_sinks import AlertCommandSink, MlflowSink, TensorboardSink, TrackioSink
 from platform.monitor.sinks.wandb_sink import WandbSink
 
 
@@ -51,7 +51,7 @@ SINKS = {
         *("trackio", "trackio", lambda m: m.trackio, TrackioSink),
         {"TRACKIO_SPACE_ID": "space-id", "HF_TOKEN": "token"},
     ),
-    "alert_command": SinkKind("alerts", "", lambda m: bool(m.alert_command), CommandSink),
+    "alert_command": SinkKind("alerts", "", lambda m: bool(m.alert_command), AlertCommandSink),
 }
 
 

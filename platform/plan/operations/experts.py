@@ -437,7 +437,7 @@ class CombineOp(BlockOp):
         held, lies = _meter_slot_places(ops, slots, places, by_expert)
         read = ops.new(places, ops.wide), ops.integers(SUMMED * places)
         total = ops.inner(planned, planned.conversions[-1])
-        _meter_row_sum(ops, total.elements)
+        _meter_sum_over_rows(ops, total.elements)
         del read
 
         def meter_backward(_: Gradients, __: Saved) -> Gradients:
@@ -445,7 +445,7 @@ class CombineOp(BlockOp):
             of_places = ops.new(places, ops.wide), ops.integers(SUMMED * places)
             of_each = ops.new(by_expert, dtype)
             read = _meter_slot_tokens(ops, slots), ops.new(slots, dtype), ops.integers(SUMMED * slots)
-            _meter_row_sum(ops, elements)
+            _meter_sum_over_rows(ops, elements)
             of_slots = ops.new(elements)
             del of_places, read
             return [of_slots, of_each]
@@ -467,7 +467,7 @@ def _meter_slot_tokens(ops, slots: int) -> MeteredStorage:
     return ops.integers(slots)
 
 
-def _meter_row_sum(ops, elements: int) -> None:
+def _meter_sum_over_rows(ops, elements: int) -> None:
     """Count what a sum of rows takes, of which each is cast to the type of statistics, unless it is that type."""
     if ops.wide != ops.plan.itemsize["compute"]:
         total = ops.new(elements, ops.wide)  # noqa: F841  (beside each row and its cast)

@@ -117,7 +117,7 @@ class FusedAttentionOp(BlockOp):
         if bias is None and padding is None and starts is None and not window and queries_are_all:
             seen = None
         elif bias is None and padding is None:
-            seen, causal = ops.common_attention_mask(spec, q, k, window, starts), False
+            seen, causal = ops.additive_attention_mask(spec, q, k, window, starts), False
         else:
             behind = positions.unseen_mask(*ops.query_key_positions(spec, q, k), window, starts) if causal else None
             seen, causal = positions.attention_mask(q, behind, padding, bias), False
@@ -143,7 +143,7 @@ class FusedAttentionOp(BlockOp):
                 ops.new(2 * block.score_row_count * (block.d_value + 1), ops.wide)  # what is summed, and what comes
             return meter_pair_by_pair(ops, block, ops.block(out), (q, k, v), scratch)
         if bias is None and mask is None and (window or documents or (causal and block.length < block.memory_length)):
-            added: Value | None = ops.common_attention_mask(block, window, documents)
+            added: Value | None = ops.additive_attention_mask(block, window, documents)
         else:
             added = meter_added_mask(ops, block, bias)
         kernel = planned.operation["kernel"]

@@ -15,7 +15,7 @@ from platform.cluster.crew import channel, torchrun
 from platform.cluster.crew.channel import Challenge, Line, Welcome, encode_message
 from platform.cluster.crew.crew import ByRank
 from platform.cluster.crew.launchers import open_crew
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 from tests.harness.dialled import dialled
 
 
@@ -94,7 +94,7 @@ def test_whoever_writes_another_address_into_the_store_learns_nothing_and_comman
     monkeypatch.setenv("PLATFORM_SECRET", key)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(torchrun.signal, "signal", lambda *_: None)
-    with socket.create_server(("127.0.0.1", 0)) as stranger, closing(ControlSwitchboard("127.0.0.1", key)) as board:
+    with socket.create_server(("127.0.0.1", 0)) as stranger, closing(WorkerSwitchboard("127.0.0.1", key)) as board:
         told = {"address": stranger.getsockname(), "session": board.session}
         torchrun._connect_store().set("driver", json.dumps(told))
         ended = []

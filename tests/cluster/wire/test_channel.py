@@ -14,14 +14,14 @@ import pytest
 from platform.cluster.crew import channel
 from platform.cluster.crew.channel import Answer, Garbled, Hello, Unframer, encode_message
 from platform.cluster.crew.heartbeats import HangWatch
-from platform.cluster.crew.switchboard import ControlSwitchboard
+from platform.cluster.crew.switchboard import WorkerSwitchboard
 from platform.runtime.progress import SYNCHRONIZE, Activity, WorkerProgress
 from tests.harness.dialled import dialled, frame, greeting, knocked
 
 
 @pytest.fixture
 def board():
-    board = ControlSwitchboard("127.0.0.1")
+    board = WorkerSwitchboard("127.0.0.1")
     board.expect_members([0, 1])
     yield board
     board.close()

@@ -16,13 +16,13 @@ import pytest
 from platform.cluster.crew import channel, switchboard
 from platform.cluster.crew.channel import Answer, connect_to_driver, encode_message
 from platform.cluster.crew.job import open_tcp_store
-from platform.cluster.crew.switchboard import OWN, PER_MEMBER, ControlSwitchboard
+from platform.cluster.crew.switchboard import OWN, PER_MEMBER, WorkerSwitchboard
 from tests.harness.dialled import dialled, frame, greeting, knocked
 
 
 @pytest.fixture
 def board():
-    board = ControlSwitchboard("127.0.0.1")
+    board = WorkerSwitchboard("127.0.0.1")
     board.expect_members([0, 1])
     yield board
     board.close()
@@ -109,7 +109,7 @@ def test_what_was_overheard_of_a_handshake_opens_nothing(board):
     line.close()
     assert until(board) == [(0, None)]
     board.expect_members([0])
-    with closing(ControlSwitchboard("127.0.0.1", key=board._key)) as later:
+    with closing(WorkerSwitchboard("127.0.0.1", key=board._key)) as later:
         later.expect_members([0])
         for place in (board, later):
             cut_off(place, replayed)
@@ -153,7 +153,7 @@ def test_a_member_that_a_flood_pushed_out_dials_again(board, monkeypatch):
 
 def test_strangers_leave_the_members_their_descriptors(monkeypatch):
     monkeypatch.setattr(switchboard, "raise_open_file_limit", lambda: OWN + PER_MEMBER * 2 + 40)
-    board = ControlSwitchboard("127.0.0.1")
+    board = WorkerSwitchboard("127.0.0.1")
     board.expect_members([0, 1])
     with closing(board), ExitStack() as opened:
         for _ in range(100):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from platform.plan.layout import Stretch
-from platform.plan.plan_summary import attention_imbalance, attention_work, count_causal_keys, describe
+from platform.plan.plan_summary import attention_imbalance, count_causal_keys, count_scores_by_rank, describe
 from platform.predict.make_plan import make_plan
 from platform.runtime.positions import unseen_mask
 from tests.harness.oracle import MODELS, configure
@@ -23,7 +23,7 @@ def test_keys_that_queries_see(window):
 
 def busiest(**more) -> float:
     plan = make_plan(configure(**{"layers": 2, **more}))
-    assert len(attention_work(plan)) == more["context"]
+    assert len(count_scores_by_rank(plan)) == more["context"]
     return attention_imbalance(plan)
 
 
@@ -84,10 +84,10 @@ def test_all_lengths_of_a_run_have_as_many_pieces():
 def test_negative_control_straight_parts():
     c = configure(context=4, context_kind="ring", length=4096, layers=2)
     c.parallel.context_balance = False
-    work = attention_work(make_plan(c))
+    work = count_scores_by_rank(make_plan(c))
     assert [round(100 * n / sum(work)) for n in work] == [6, 19, 31, 44]
 
 
 def test_without_contexts_there_is_no_line():
     plan = make_plan(configure())
-    assert attention_work(plan) == [] and "  work  " not in describe(plan)
+    assert count_scores_by_rank(plan) == [] and "  work  " not in describe(plan)

@@ -79,7 +79,7 @@ def test_rows_of_two_models_or_systems_are_no_rivals(column, values, table):
     for these, groups in ((values[:1] * 2, 1), (values, 0)):
         rows = [f"{row},{value}" for row, value in zip(ROWS, these, strict=True)]
         runs = read_measured_runs(table(rows, f",{column}"), compose_config)
-        assert len(compare_runs(runs, [False, False]).rank_groups()) == groups
+        assert len(compare_runs(runs, [False, False]).score_rankings()) == groups
 
 
 def test_a_share_above_one_is_said_to_be_a_missing_cause(table):

@@ -15,7 +15,7 @@ from platform.cluster.shown_commands import Command
 from platform.config.validation import violations_of_configuration
 from platform.jobs.__main__ import main as write_job
 from platform.launch import compose_config
-from platform.optimizer.optimizers import OPTIMIZERS, count_state_numbers
+from platform.optimizer.optimizers import OPTIMIZERS, count_states_per_element
 from platform.predict import search as ranking
 from platform.predict.contenders import CHOOSABLE, Contender, SearchSpace
 from platform.predict.footprint import weight_bytes
@@ -131,7 +131,9 @@ def test_what_may_lack_memory_is_refined(part, others, value):
     ]
     tight = search_plans(config, 4, roomy.tried[0].peak_memory - 1, hardware)
     best = tight.quickest_fitting_finalist
-    assert best and getattr(best.choice, part) == value and best.price.seconds >= (1 - 1e-9) * roomy.tried[0].price.seconds
+    assert (
+        best and getattr(best.choice, part) == value and best.price.seconds >= (1 - 1e-9) * roomy.tried[0].price.seconds
+    )
     typed = composed(*sizes, *others, *tight.space.format_overrides(best.choice))
     assert make_plan(typed) == best.plan
 
@@ -169,7 +171,7 @@ def test_the_state_of_any_plan_is_at_least_what_a_search_says(kind):
     """Optimizers that keep less of matrices, or factors of moments, are no reason to give a search up too early."""
     config = composed(*TINY, "plan.search=[recompute]", f"optimizer.kind={kind}", "parallel.data=1", "tensor=serial")
     found = search_plans(config, 1, LARGE, read_hardware("cpu"))
-    held = weight_bytes(found.tried[0].plan, count_state_numbers(config))
+    held = weight_bytes(found.tried[0].plan, count_states_per_element(config))
     assert found.least_state_bytes == held["parameters"] + held["optimizer"]
 
 

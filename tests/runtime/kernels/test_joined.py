@@ -7,7 +7,7 @@ import torch
 
 from platform.plan import operation_plan
 from platform.runtime import einsum
-from platform.runtime.flat_buffers import Neighbours
+from platform.runtime.flat_buffers import AdjacentParameters
 from tests.harness import oracle
 from tests.harness.oracle import compare, configure, run, serial
 
@@ -63,7 +63,7 @@ def test_negative_control_weights_in_another_order(copies, monkeypatch):
     c = configure(**PLANS["gpt"])
     expected = apart(c, monkeypatch)
     monkeypatch.setitem(operation_plan.JOINS_GRADIENTS, "cpu", copies)
-    values = Neighbours.flat_compute_copies.fget
-    monkeypatch.setattr(Neighbours, "flat_compute_copies", property(lambda self: torch.roll(values(self), 1)))
+    values = AdjacentParameters.flat_compute_copies.fget
+    monkeypatch.setattr(AdjacentParameters, "flat_compute_copies", property(lambda self: torch.roll(values(self), 1)))
     with pytest.raises(AssertionError):
         compare(c, *run(c), expected)

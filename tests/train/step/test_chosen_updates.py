@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from platform.optimizer.optimizers import count_state_numbers
+from platform.optimizer.optimizers import count_states_per_element
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
@@ -60,7 +60,7 @@ def steps(c, freeze=(), ema=0.0):
             own.append({n: w.detach().clone() for n, w in trainer.weights.master.items()})
         state = RankTrainingState(trainer)
         kept = sum(b.tensor.nbytes for b in state.live_blocks() if not b.name.startswith("model."))
-        planned = weight_bytes(trainer.stage, count_state_numbers(c), communicator.coordinates)["optimizer"]
+        planned = weight_bytes(trainer.stage, count_states_per_element(c), communicator.coordinates)["optimizer"]
         averages = own[-1] | trainer.weights.averages
         return Taken(communicator.rank, own, averages, gradients, norm, kept, planned)
 
