@@ -22,7 +22,7 @@ from platform.launch import compose_config
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.predict.measured_runs import MeasuredRun, compare_runs, mark_fitted_runs, read_measured_runs, read_system
-from platform.predict.price import StepPrice, price_work
+from platform.predict.price import StepPrice
 from platform.predict.step_price import build_step_work, read_hardware
 from platform.predict.work import EVEN
 
@@ -106,9 +106,7 @@ def predict_step(arguments: Sequence[str], gpus: int, hardware: str, system: str
     assert plan.mesh.world_size == gpus, f"{arguments}: {plan.mesh}"
     work = build_step_work(config, plan, system=read_system(system))
     described = read_hardware(str(TABLES / hardware) if hardware.endswith(".yaml") else hardware)
-    adapters = work.execution.system.adapters
-    fixed = described.replace_constants({"adapters": adapters}) if adapters else described
-    return config, plan, price_work(work, fixed)
+    return config, plan, MeasuredRun("", {}, work, described, 1.0, 1.0).predict_price({})
 
 
 def predict_speed(cells: Mapping[str, str], side: str, system: str) -> float:
