@@ -22,7 +22,8 @@ def rows_of(table: str) -> tuple[list[str], list[str]]:
 
 
 def test_every_table_and_every_row_is_on_the_page():
-    assert sorted(TABLES) == sorted(path.stem for path in FOLDER.glob("*.csv"))
+    others = {"jain_figures", "megatron_figures", "megatron_training", "ours_gpu"}  # of docs/papers.md; our own steps
+    assert {*TABLES, *others} == {path.stem for path in FOLDER.glob("*.csv")} and others.isdisjoint(TABLES)
     for table, (title, _) in TABLES.items():
         _, section = PAGE.split(f"\n## {title}\n")
         shown = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")][1:]

