@@ -67,8 +67,8 @@ REPORTED = 5.0  # seconds after which it is said how many rows are read
 DIGITS = 18  # most of a whole number
 UNPLANNED = ("name", "release", "counted", *MEASURED)  # columns on which a row's plan does not depend
 COUNTED = ("model", "hardware")  # FLOPs of the model alone, or with recomputation
-# precision of rows -> peak of products of layers' weights in 8 bits, scaled by tensors or by blocks; else bf16
-NARROW = {"fp8": "fp8", "mxfp8": "fp8"}
+# precision of rows -> peak of products of layers' weights in 8 or 4 bits, scaled by tensors or by blocks; else bf16
+NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 # what plans share that are ranked by their steps, beside the model
 RIVALS = ("global_batch", "gpus", "hardware", "precision", "system", "release", "counted")
 
@@ -222,10 +222,10 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
 def _build_work(cells: Mapping[str, str], compose: Compose) -> StepWork:
     """Return the work of a step of the run of a row's cells. Raises ConfigError if they are no legal plan."""
     hardware = read_hardware(cells["hardware"])
-    narrow = NARROW.get(cells.get("precision", ""), "")
-    if narrow and narrow not in hardware.peaks:
-        legal = ", ".join(sorted(hardware.peaks))
-        raise ConfigError(f"column precision={narrow}: {hardware.name} has no such peak; nearest legal: {legal}")
+    narrow = NARROW.get(precision := cells.get("precision", "").strip("'\""), "")
+    if precision and (narrow or precision) not in hardware.peaks:
+        legal = sorted(word for word in {*hardware.peaks, *NARROW} if NARROW.get(word, word) in hardware.peaks)
+        raise ConfigError("column precision", precision, f"{hardware.name} has no such peak", legal)
     config = compose(list(iterate_overrides(cells)))
     gpus = int(cells["gpus"])
     pipeline = config.pipeline

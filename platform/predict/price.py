@@ -76,8 +76,8 @@ def product_seconds(p: MatrixProduct, hardware: Hardware, precision: str, itemsi
 
 
 def cast_seconds(p: MatrixProduct, hardware: Hardware) -> float:
-    """Return the seconds in which the first operand of a product is written in 8 bits too, by the kernel that makes it.
-    Weights are cast once a step, which is not counted."""
+    """Return the seconds in which the first operand of a product is written in 8 bits too, or twice in 4 for products
+    in both passes, by the kernel that makes it. Weights are cast once a step, which is not counted."""
     return float(bytes_seconds(p.batch * p.rows * p.inner, hardware))
 
 
@@ -95,7 +95,7 @@ def computing_seconds(
     part: Part, hardware: Hardware, precision: str, itemsize: int, narrow_precision: str = ""
 ) -> float:
     """Return the seconds for which a part of a pass keeps the device busy, without its collectives. `narrow_precision`:
-    the precision of 8 bits in which products of layers' weights are computed, if it is another than the plan's."""
+    the precision of fewer bits in which products of layers' weights are computed, if it is another than the plan's."""
     products = 0.0
     for p in part.products:
         if narrow_precision and p.narrows:

@@ -127,7 +127,7 @@ class Execution:
     """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
     EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
-    masks; the `system` that runs the plan; `narrow`: the precision of 8 bits in which it computes the products of
+    masks; the `system` that runs the plan; `narrow`: the precision of fewer bits in which it computes the products of
     layers' weights, "" for the plan's; `compiles`: True if a GPU's blocks are compiled where they can be."""
 
     schedule: str = "none"

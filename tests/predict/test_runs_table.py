@@ -22,7 +22,7 @@ from tests.harness.commands import command, in_this_process
 
 PAPERS = sorted(path.stem for path in (CONF / "experiment" / "paper").glob("*.yaml") if path.stem != "base")
 RUNS = {
-    "tensor": ["+experiment=gpt_quick", "recompute=full", "model.norm=rmsnorm"],
+    "tensor": ["+experiment=gpt_quick", "recompute=full", "precision=bf16", "model.norm=rmsnorm"],
     "cube": ["+experiment=cube_bert", "precision=bf16"],
     "stages": ["+experiment=gpt_quick", "pipeline=interleaved", "pipeline.stages=2", "pipeline.chunks=2",
                "parallel.zero=1"],
