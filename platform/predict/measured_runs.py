@@ -38,14 +38,13 @@ from platform.model import build_model
 from platform.monitor import events, json_records
 from platform.monitor.json_records import JOURNAL, METRICS
 from platform.monitor.metrics import MetricsLog
-from platform.plan.plan import Plan
 from platform.predict.calibration import fit_constants, kendall_tau
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.plan_report import align_rows
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
-from platform.predict.work import EVEN, StepWork, System
+from platform.predict.work import EVEN, StepWork, System, count_step_flops
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
 COLUMNS = {
@@ -60,9 +59,10 @@ COLUMNS = {
 } | {"model_experts": "model.experts"}
 SHAPE = ("layers", "d_model", "heads", "length", "vocab")  # of a model that is no preset
 NEEDED = ("gpus", *SHAPE, "microbatch", "global_batch")
-INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", "zero", "kv_heads", "d_ff")
+ZERO = ("zero", "kv_heads", "d_ff", "mtp")  # columns whose number may be 0
+INTEGERS = (*NEEDED, "stages", "chunks", "data", "context", "experts", *ZERO)
 MEASURED = ("seconds", "tflops")  # of a step; of a GPU, by the FLOPs that `counted` says
-OTHERS = ("name", "hardware", "axes", "schedule", "layers_per_stage", "system", "release", "counted", *MEASURED)
+OTHERS = ("name", "hardware", "axes", "schedule", "layers_per_stage", "mtp", "system", "release", "counted", *MEASURED)
 REPORTED = 5.0  # seconds after which it is said how many rows are read
 DIGITS = 18  # most of a whole number
 UNPLANNED = ("name", "release", "counted", *MEASURED)  # columns on which a row's plan does not depend
@@ -70,9 +70,7 @@ COUNTED = ("model", "hardware")  # FLOPs of the model alone, or with recomputati
 # precision of rows -> peak of products of layers' weights in 8 or 4 bits, scaled by tensors or by blocks; else bf16
 NARROW = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 # what plans share that are ranked by their steps, beside the model
-RIVALS = ("global_batch", "gpus", "hardware", "precision", "system", "release", "counted")
-
-
+RIVALS = ("mtp", "global_batch", "gpus", "hardware", "precision", "system", "release", "counted")
 USUAL = "usual"
 SYSTEMS = CONF / "system"  # folder with a file for each system that measured rows
 
@@ -200,7 +198,7 @@ def _violations_of_cells(cells: Mapping[str, str]) -> Iterator[str]:
         text = cells.get(column, "")
         if column in needed and not text:
             yield f"{column}: is empty"
-        elif text and not (text.isdecimal() and (text.strip("0") or column in ("zero", "kv_heads", "d_ff"))):
+        elif text and not (text.isdecimal() and (text.strip("0") or column in ZERO)):
             yield format_violation(column, text, "must be a whole number")
         elif len(text) > DIGITS or (column == "gpus" and int(text or 0) > WORKERS):
             yield format_violation(column, text, f"must be <= {WORKERS if column == 'gpus' else 10**DIGITS:,}")
@@ -227,26 +225,41 @@ def _build_work(cells: Mapping[str, str], compose: Compose) -> StepWork:
         legal = sorted(word for word in {*hardware.peaks, *NARROW} if NARROW.get(word, word) in hardware.peaks)
         raise ConfigError("column precision", precision, f"{hardware.name} has no such peak", legal)
     config = compose(list(iterate_overrides(cells)))
-    gpus = int(cells["gpus"])
+    gpus, predicted = int(cells["gpus"]), int(cells.get("mtp") or 0)
+    if predicted:
+        _refuse_unpriced_prediction(config, predicted, bool(cells.get("layers_per_stage")))
+    config.model.layers += predicted
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks
-    parts = list(_divide_units(config, text)) if (text := cells.get("layers_per_stage", "")) else []
+    parts = list(_divide_units(config, text, predicted)) if (text := cells.get("layers_per_stage", "")) else []
     plan = make_plan(config, gpus, loop if pipeline.kind in EVEN else None, parts)
     config.parallel.data = plan.num_replicas
     if plan.mesh.world_size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.world_size} workers, {plan.mesh}")
-    return build_step_work(config, plan, narrow=narrow, system=read_system(cells.get("system") or USUAL))
+    system = read_system(cells.get("system") or USUAL)
+    return build_step_work(config, plan, narrow=narrow, system=system, more_heads=predicted)
 
 
-def _divide_units(config: Config, text: str) -> Iterator[Sequence[str]]:
+def _refuse_unpriced_prediction(config: Config, predicted: int, is_divided: bool) -> None:
+    """Refuse layers of multi-token prediction without a price; `is_divided`: the row says which layers a stage has."""
+    reasons = {
+        f"model.kind={config.model.kind} has none, model.kind=decoder may": config.model.kind != "decoder",
+        f"must be <= {config.model.layers}, the model's layers": predicted > config.model.layers,
+        "needs layers_per_stage, to which the last stage adds them": config.pipeline.stages > 1 and not is_divided,
+    }
+    refuse_all(format_violation("column mtp", predicted, why, [0]) for why, applies in reasons.items() if applies)
+
+
+def _divide_units(config: Config, text: str, predicted: int) -> Iterator[Sequence[str]]:
     """Yield the units of each chunk of a model whose layers a row divides: one number of layers for every stage, or one
-    for each chunk in the model's order. Raises ConfigError for a number that does not do so."""
-    chunks, layers = config.pipeline.stages * config.pipeline.chunks, config.model.layers
+    for each chunk in the model's order; the last chunk has layers of multi-token prediction too, `predicted` of them.
+    Raises ConfigError for a number that does not do so."""
+    chunks, layers = config.pipeline.stages * config.pipeline.chunks, config.model.layers - predicted
     counts = [int(number) for number in text.split() if number.isdecimal()]
     if len(counts) == 1:
         counts = [counts[0] // config.pipeline.chunks] * chunks
-    units = list(getattr(build_model(config.model), "units", ()))
-    if len(counts) != chunks or sum(counts) != layers or len(units) != layers + 2:  # with embedding and head
+    units, layer_units = list(getattr(build_model(config.model), "units", ())), layers + predicted
+    if len(counts) != chunks or sum(counts) != layers or len(units) != layer_units + 2:  # with embedding and head
         legal = [f"{layers // config.pipeline.stages}"] if layers % chunks == 0 else []
         raise ConfigError("column layers_per_stage", text, f"must add up to {layers} layers in {chunks} chunks", legal)
     ends = [0, *(1 + n for n in accumulate(counts[:-1])), len(units)]
@@ -255,18 +268,11 @@ def _divide_units(config: Config, text: str) -> Iterator[Sequence[str]]:
 
 def _build_run(cells: Mapping[str, str], number: str, work: StepWork) -> MeasuredRun:
     """Return the measured run of a row's cells, whose step has this `work`."""
-    counted = count_step_flops(work.plan, cells.get("counted") == "hardware")
+    counted = count_step_flops(work.plan, cells.get("counted") == "hardware", work.execution.more_heads)
     measured = cells.get("seconds")
     seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * int(cells["gpus"]))
     hardware = read_hardware(cells["hardware"])
     return MeasuredRun(cells.get("name") or f"row {number}", cells, work, hardware, seconds, counted)
-
-
-def count_step_flops(plan: Plan, recomputed: bool) -> float:
-    """Return the FLOPs of a step of a plan, of the model alone or with all `recomputed` operations."""
-    again = sum(plan.count_seen_flops(o.operation) for o in plan.operations.values() if o.operation.recomputed)
-    per_token = again / (plan.sizes["batch"] * plan.sizes["length"]) if recomputed else 0.0
-    return (plan.flops_per_token + per_token) * plan.tokens_per_step
 
 
 def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:

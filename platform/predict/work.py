@@ -128,7 +128,8 @@ class Execution:
     EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
     masks; the `system` that runs the plan; `narrow`: the precision of fewer bits in which it computes the products of
-    layers' weights, "" for the plan's; `compiles`: True if a GPU's blocks are compiled where they can be."""
+    layers' weights, "" for the plan's; `compiles`: True if a GPU's blocks are compiled where they can be;
+    `more_heads`: heads beside the plan's, of multi-token prediction, on the last stage."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -139,6 +140,7 @@ class Execution:
     system: System = System()
     narrow: str = ""
     compiles: bool = False
+    more_heads: int = 0
 
     @cached_property
     def splits_weight_gradients(self) -> bool:
@@ -234,7 +236,11 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
         recorder = WorkRecorder(plan.stage_part(chunk.stage), execution, known)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
-            flow = model.part(recorder, inputs, flow, chunk.units)
+            received, flow = flow, model.part(recorder, inputs, flow, chunk.units)
+            if execution.more_heads and chunk is plan.chunks[-1]:
+                stream = model.part(WorkRecorder(recorder.plan, execution, known), inputs, received, chunk.units[:-1])
+                for _ in range(execution.more_heads):
+                    model.part(recorder, inputs, stream, chunk.units[-1:])
         else:
             model.forward(recorder, inputs)
         for _, gather in () if execution.system.kept_whole else recompute_gathers(plan, chunk):
@@ -242,6 +248,15 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
         recorder.count_block_calls()
         chunk_works.append(recorder.work)
     return chunk_works
+
+
+def count_step_flops(plan: Plan, recomputed: bool, more_heads: int = 0) -> float:
+    """Return the FLOPs of a step of the model, perhaps with `recomputed` operations, and with heads beside its one."""
+    operations = [planned.operation for planned in plan.operations.values()]
+    again = sum(plan.count_seen_flops(o) for o in operations if o.recomputed and recomputed)
+    head = sum(plan.count_seen_flops(o) for o in operations if any("vocab" in t.dims for t in o.outputs))
+    per_token = (again + 3 * more_heads * head) / (plan.sizes["batch"] * plan.sizes["length"])
+    return (plan.flops_per_token + per_token) * plan.tokens_per_step
 
 
 def block_elements(plan: Plan, spec: Spec) -> float:

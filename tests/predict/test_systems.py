@@ -13,7 +13,7 @@ from platform.launch import compose_config
 from platform.plan.plan_summary import STAGE
 from platform.predict.measured_runs import MeasuredRun, compare_runs, read_measured_runs, read_system
 from platform.predict.price import StepPrice, beside_passes_seconds, price_work
-from platform.predict.work import System
+from platform.predict.work import PassWork, System
 
 HEAD = "name,hardware,gpus,layers,d_model,heads,length,vocab,microbatch,global_batch,tensor,axes,seconds"
 DENSE = "h100,{gpus},8,4096,32,2048,32000,1,{batch},{tensor},1"
@@ -161,3 +161,43 @@ def test_a_system_of_today_hides_more_than_the_usual_one(name, run):
 def test_a_precision_that_is_scaled_by_blocks_is_a_row_s_too(run):
     scaled, whole = (run(1, 4, "serial,", precision=name) for name in ("mxfp8", "fp8"))
     assert scaled.predict_price({}) == whole.predict_price({}) and scaled.rival_key != whole.rival_key
+
+
+def multiplied(work: PassWork) -> float:
+    """FLOPs of a pass's products of matrices, without attention's."""
+    return sum(n * product.flops for part, n in work.parts for product in part.products)
+
+
+def test_multi_token_prediction_is_a_layer_and_a_head_each(run):
+    """On the last stage, in both passes and in the FLOPs of a step; in the update, a layer without a head."""
+    more = {"stages": "2", "layers_per_stage": "4"}
+    none, two = (run(2, 8, "serial,", **more, mtp=n) for n in ("", "2"))
+    d, length, vocab = 4096, 2048, 32000
+    layer, head = 24 * d * d, 2 * d * vocab
+    for times, way in ((1, "forward"), (2, "backward")):
+        (first, last), before = getattr(two.work, way), getattr(none.work, way)
+        assert multiplied(first) == multiplied(before[0])
+        assert multiplied(last) == times * length * ((4 + 2) * layer + (1 + 2) * head)
+    added = two.counted_flops - none.counted_flops
+    assert added == pytest.approx(3 * 8 * length * 2 * (layer + 4 * d * length + head))
+    assert two.predict_price({}).seconds > none.predict_price({}).seconds
+    parameters = two.work.once[1].masters - none.work.once[1].masters
+    assert 2 * 12 * d * d < parameters < 2.01 * 12 * d * d and two.work.once[0] == none.work.once[0]
+    single = [multiplied(run(1, 8, "serial,", mtp=n).work.forward[0]) for n in ("0", "1")]
+    assert single[1] - single[0] == length * (layer + head)
+
+
+def test_multi_token_prediction_without_a_price_is_refused(run):
+    """All reasons at once; a number that is none by its column."""
+    with pytest.raises(ConfigError) as refused:
+        run(2, 8, "serial,", stages="2", mtp="9", **{"model.kind": "encoder"})
+    reasons = [line.partition("column ")[2] for line in refused.value.violations]
+    assert reasons == [
+        "mtp=9: model.kind=encoder has none, model.kind=decoder may; nearest legal: 0",
+        "mtp=9: must be <= 8, the model's layers; nearest legal: 0",
+        "mtp=9: needs layers_per_stage, to which the last stage adds them; nearest legal: 0",
+    ]
+    with pytest.raises(ConfigError, match="column mtp=one: must be a whole number"):
+        run(1, 8, "serial,", mtp="one")
+    with pytest.raises(ConfigError, match="column layers_per_stage=5: must add up to 8 layers in 2 chunks"):
+        run(2, 8, "serial,", stages="2", mtp="2", layers_per_stage="5")
