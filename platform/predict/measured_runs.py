@@ -44,7 +44,7 @@ from platform.predict.make_plan import make_plan
 from platform.predict.plan_report import align_rows
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
-from platform.predict.work import EVEN, StepWork, System, count_step_flops
+from platform.predict.work import EVEN, StepWork, System, count_step_flops, find_redone_words, split_redone_words
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
 COLUMNS = {
@@ -226,8 +226,7 @@ def _build_work(cells: Mapping[str, str], compose: Compose) -> StepWork:
         raise ConfigError("column precision", precision, f"{hardware.name} has no such peak", legal)
     config = compose(list(iterate_overrides(cells)))
     gpus, predicted = int(cells["gpus"]), int(cells.get("mtp") or 0)
-    if predicted:
-        _refuse_unpriced_prediction(config, predicted, bool(cells.get("layers_per_stage")))
+    _refuse_unpriced_prediction(config, predicted, bool(cells.get("layers_per_stage")))
     config.model.layers += predicted
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks
@@ -236,8 +235,13 @@ def _build_work(cells: Mapping[str, str], compose: Compose) -> StepWork:
     config.parallel.data = plan.num_replicas
     if plan.mesh.world_size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.world_size} workers, {plan.mesh}")
+    redone = split_redone_words(cells.get("recompute", ""))
+    known = find_redone_words(plan) if redone else set[str]()
+    if unknown := " ".join(sorted(redone - known)):
+        constraint = "nothing of this model is computed again by that name"
+        raise ConfigError("column recompute", unknown, constraint, [*KEYS["recompute"].choices, *sorted(known)])
     system = read_system(cells.get("system") or USUAL)
-    return build_step_work(config, plan, narrow=narrow, system=system, more_heads=predicted)
+    return build_step_work(config, plan, narrow=narrow, system=system, more_heads=predicted, redone=redone)
 
 
 def _refuse_unpriced_prediction(config: Config, predicted: int, is_divided: bool) -> None:
@@ -247,7 +251,8 @@ def _refuse_unpriced_prediction(config: Config, predicted: int, is_divided: bool
         f"must be <= {config.model.layers}, the model's layers": predicted > config.model.layers,
         "needs layers_per_stage, to which the last stage adds them": config.pipeline.stages > 1 and not is_divided,
     }
-    refuse_all(format_violation("column mtp", predicted, why, [0]) for why, applies in reasons.items() if applies)
+    broken = [why for why, applies in reasons.items() if applies and predicted]
+    refuse_all(format_violation("column mtp", predicted, why, [0]) for why in broken)
 
 
 def _divide_units(config: Config, text: str, predicted: int) -> Iterator[Sequence[str]]:
@@ -268,7 +273,7 @@ def _divide_units(config: Config, text: str, predicted: int) -> Iterator[Sequenc
 
 def _build_run(cells: Mapping[str, str], number: str, work: StepWork) -> MeasuredRun:
     """Return the measured run of a row's cells, whose step has this `work`."""
-    counted = count_step_flops(work.plan, cells.get("counted") == "hardware", work.execution.more_heads)
+    counted = count_step_flops(work.plan, cells.get("counted") == "hardware", work.execution)
     measured = cells.get("seconds")
     seconds = float(measured) if measured else counted / (float(cells["tflops"]) * 1e12 * int(cells["gpus"]))
     hardware = read_hardware(cells["hardware"])
@@ -287,7 +292,8 @@ def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:
     for column, text in cells.items():
         key = COLUMNS.get(column, column if "." in column else "")
         if key and text and skipped.get(column) != text:
-            yield f"{key}={'bf16' if text in NARROW and key == 'precision' else text}"
+            narrow, redone = key == "precision" and text in NARROW, key == "recompute" and split_redone_words(text)
+            yield f"{key}={'bf16' if narrow else 'none' if redone else text}"
     axes = cells.get("axes", "")
     for pair in filter(None, axes.replace(";", " ").split()):
         yield f"tensor.axes.{pair}" if "=" in pair else f"tensor.axes.t={pair}"

@@ -7,8 +7,9 @@ the functions element by element of which nothing is planned. Equal parts are co
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -122,6 +123,45 @@ class System:
     constants: dict[str, dict[str, float]] = field(default_factory=dict, hash=False)
 
 
+# word of Megatron's recompute_modules -> operations, by kind and name, that are computed again; a function of elements
+# has the name of the operation before it
+REDONE = {
+    "core_attn": r"\w+_attention ",
+    "layernorm": r"norm .*\.norm\.",
+    "mla_up_proj": r"(project .*\.(query|key)_up|norm .*_latent_norm|(rotate|concatenate) )",
+    "mlp": r"\w+ .*\.mlp\.up|(project|shift) .*\.mlp\.down",
+    "moe": r"pointwise .*\.(experts|shared)\.up|(?!pointwise)\w+ .*\.mlp(\.router|\.experts|\.shared|$)",
+    "moe_act": r"pointwise .*\.experts\.up",
+    "shared_experts": r"\w+ .*\.shared\.up|(project|shift) .*\.shared\.down",
+}
+KINDS = ("", "none", "selective", "full", "auto")  # of recomputation by the key; other values are words of REDONE
+
+
+def split_redone_words(recompute: str) -> frozenset[str]:
+    """Return the words of a table's cell of recompute, legal or not; none if it has a value of the key."""
+    return frozenset(() if recompute.strip("'\"") in KINDS else recompute.split())
+
+
+def find_redone_words(plan: Plan) -> set[str]:
+    """Return the words of REDONE that name operations of a plan."""
+    names = [f"{word} {name}" for kind, name in plan.operations for word in (kind, "pointwise")]
+    words = {word for word in REDONE if any(redoes([word], name) for name in names)}
+    return words if any(name.endswith(".query_up") for name in names) else words - {"mla_up_proj"}
+
+
+def redoes(words: Iterable[str], name: str) -> bool:
+    """Return True if one of these words of REDONE says that an operation is computed again, by its kind and name."""
+    return any(re.match(REDONE[word], name) for word in words)
+
+
+def _name_origin(o: Operation) -> str:
+    """Return kind and name of what a product's x is made by, if it is cheap to make again; "" of another operation."""
+    made_by, (before, _, _) = dict(o.attributes).get("made_by", ""), o.name.rpartition(".")
+    if made_by == "norm":
+        return f"norm {before}.{'norm' if 'd_model' in o.inputs[0].dims else 'kv_latent_norm'}."
+    return f"pointwise {before}.up" if made_by else ""
+
+
 @dataclass(frozen=True)
 class Execution:
     """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
@@ -129,7 +169,8 @@ class Execution:
     optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
     masks; the `system` that runs the plan; `narrow`: the precision of fewer bits in which it computes the products of
     layers' weights, "" for the plan's; `compiles`: True if a GPU's blocks are compiled where they can be;
-    `more_heads`: heads beside the plan's, of multi-token prediction, on the last stage."""
+    `more_heads`: heads beside the plan's, of multi-token prediction, on the last stage; `redone`: words of REDONE,
+    by which it computes operations again, beside what the plan does."""
 
     schedule: str = "none"
     table: Schedule | None = None
@@ -141,6 +182,7 @@ class Execution:
     narrow: str = ""
     compiles: bool = False
     more_heads: int = 0
+    redone: frozenset[str] = frozenset()
 
     @cached_property
     def splits_weight_gradients(self) -> bool:
@@ -159,7 +201,7 @@ class WorkRecorder(Recorder):
         """Begin a pass under a plan, as `execution` says; `known` grows."""
         super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
-        self.system, self._known = execution.system, known
+        self.system, self.redone, self._known = execution.system, execution.redone, known
         splits = execution.splits_weight_gradients
         whole = compiles_whole_blocks(plan, "cuda", execution.dropout, splits_weight_gradients=splits)
         self._whole = execution.compiles and whole  # each block is compiled as one function
@@ -171,13 +213,14 @@ class WorkRecorder(Recorder):
             o = planned.operation
             whole = self._whole and self.span % 2 == 1  # in a block that is one function, which keeps what it likes
             accesses = OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
-            key = self.plan.planner.operation_key(o), accesses, whole
+            rebuilds = not whole and not redoes(self.redone, _name_origin(o))
+            key = self.plan.planner.operation_key(o), accesses, rebuilds
             if key not in self._known:  # layers are alike
-                forward, backward = _operation_work(self.plan, planned, self.system, rebuilds=not whole)
+                forward, backward = _operation_work(self.plan, planned, self.system, rebuilds)
                 leaves_out = planned.once and not self.system.repeats_all
                 self._known[key] = forward, backward, _drop_unneeded_result(forward, planned) if leaves_out else forward
-            parts = self._known[key]
-            self._note_parts(*(self._launch_each_head(o, part) for part in parts))
+            forward, backward, again = (self._launch_each_head(o, part) for part in self._known[key])
+            self._note_parts(forward, backward, again, redoes(self.redone, f"{kind} {name}"))
         return symbols
 
     def _launch_each_head(self, o: Operation, part: Part) -> Part:
@@ -192,14 +235,15 @@ class WorkRecorder(Recorder):
     def _refuse_illegal_operation(self, kind, name, inputs, outputs) -> None:
         """Judge nothing: the plan has been made of these operations."""
 
-    def _note_parts(self, forward: Part, backward: Part, again: Part) -> None:
-        """Count a part of the forward and of the backward pass, of which a recomputed operation is part `again`."""
+    def _note_parts(self, forward: Part, backward: Part, again: Part, redone: bool = False) -> None:
+        """Count a part of each pass, and part `again` of an operation that is recomputed by the plan or is `redone`."""
+        redone = redone or self._recomputing
         self.work.forward[forward] += 1
         self.work.backward[backward] += 1
-        if self._recomputing:
+        if redone:
             self.work.backward[again] += 1
         if not (self._whole and self.span % 2):  # which is odd in a block
-            launched = backward.kernels + self._recomputing * again.kernels
+            launched = backward.kernels + redone * again.kernels
             self.work.calls.update(forward=CALLS_OF_KERNEL * forward.kernels, backward=CALLS_OF_KERNEL * launched)
 
     def count_block_calls(self) -> None:
@@ -207,19 +251,20 @@ class WorkRecorder(Recorder):
         each = CALLS_OF_BLOCK * (self.span // 2 if self._whole else 0)
         self.work.calls.update(forward=each, backward=each * (2 if self.recompute.kind == "full" else 1))
 
-    def _note_elementwise(self, spec: Spec, accesses: Sequence[float]) -> None:
+    def _note_elementwise(self, spec: Spec, accesses: Sequence[float], redone: bool = False) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
         key = spec, *accesses
         if key not in self._known:
             count = block_elements(self.plan, spec) * self.size
             forward, backward = (Part(bytes=count * n, kernels=1) for n in accesses)
             self._known[key] = forward, backward, forward
-        self._note_parts(*self._known[key])
+        self._note_parts(*self._known[key], redone)
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Note a pointwise function of one or two activations."""
         if function != "identity":
-            self._note_elementwise(x[0].spec, Ops.pointwise.accesses_by_inputs[len(x)])
+            again = bool(self.operations) and redoes(self.redone, f"pointwise {self.operations[-1].name}")
+            self._note_elementwise(x[0].spec, Ops.pointwise.accesses_by_inputs[len(x)], again)
         return x[0]
 
     def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
@@ -250,12 +295,13 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
     return chunk_works
 
 
-def count_step_flops(plan: Plan, recomputed: bool, more_heads: int = 0) -> float:
+def count_step_flops(plan: Plan, recomputed: bool, execution: Execution = Execution()) -> float:
     """Return the FLOPs of a step of the model, perhaps with `recomputed` operations, and with heads beside its one."""
     operations = [planned.operation for planned in plan.operations.values()]
-    again = sum(plan.count_seen_flops(o) for o in operations if o.recomputed and recomputed)
+    redone = [o for o in operations if o.recomputed or redoes(execution.redone, f"{o.kind} {o.name}")]
+    again = sum(map(plan.count_seen_flops, redone)) if recomputed else 0.0
     head = sum(plan.count_seen_flops(o) for o in operations if any("vocab" in t.dims for t in o.outputs))
-    per_token = (again + 3 * more_heads * head) / (plan.sizes["batch"] * plan.sizes["length"])
+    per_token = (again + 3 * execution.more_heads * head) / (plan.sizes["batch"] * plan.sizes["length"])
     return (plan.flops_per_token + per_token) * plan.tokens_per_step
 
 

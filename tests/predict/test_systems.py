@@ -201,3 +201,72 @@ def test_multi_token_prediction_without_a_price_is_refused(run):
         run(1, 8, "serial,", mtp="one")
     with pytest.raises(ConfigError, match="column layers_per_stage=5: must add up to 8 layers in 2 chunks"):
         run(2, 8, "serial,", stages="2", mtp="2", layers_per_stage="5")
+
+
+def count_again(runs: list[MeasuredRun], of) -> float:
+    """How much more, of what `of` says, the backward passes of the first run have than those of the second."""
+    first, second = (sum(n * of(part) for w in run.work.backward for part, n in w.parts) for run in runs)
+    return first - second
+
+
+WIDE, DEEP = 4096, {"model": "deepseek_v3", "experts": "8"}
+UP = 1536 * 32 * 192 + 512 * 32 * 256  # weights: of queries, of keys and values
+SHARED, ROUTED = 3 * WIDE * 2048, 8 * 3 * WIDE * 2048 + 256 * WIDE
+AGAIN = {
+    "mla_up_proj": 8 * UP,
+    "mlp": 3 * 3 * WIDE * 18432,
+    "shared_experts": 5 * SHARED,
+    "moe": 5 * (SHARED + ROUTED),
+    "moe moe_act shared_experts": 5 * (SHARED + ROUTED),
+    "mla_up_proj mlp": 8 * UP + 3 * 3 * WIDE * 18432,
+    "moe_act layernorm": 0,
+}
+
+
+@pytest.mark.parametrize("words", AGAIN)
+def test_what_a_word_computes_again(run, words):
+    """Of eight layers, three dense: the products of its operations, each once."""
+    runs = [run(8, 8, "serial,", **DEEP, recompute=text) for text in (words, "none")]
+    again = count_again(runs, lambda part: sum(product.flops for product in part.products))
+    assert again == pytest.approx(2 * 2048 * AGAIN[words], rel=1e-3)
+    assert runs[0].predict_price({}).seconds > runs[1].predict_price({}).seconds or not AGAIN[words]
+    counted = [
+        row.counted_flops for row in (run(8, 8, "serial,", **DEEP, recompute=words, counted="hardware"), runs[1])
+    ]
+    assert counted[0] - counted[1] == pytest.approx(8 * 2 * 2048 * AGAIN[words], rel=1e-3)
+
+
+def test_attention_is_computed_again_by_its_word(run):
+    runs = [run(8, 8, "1d,t=8", recompute=text) for text in ("core_attn", "none")]
+    assert count_again(runs, lambda part: part.fused) == sum(n * p.fused for p, n in runs[1].work.forward[0].parts) > 0
+
+
+@pytest.mark.parametrize("width", [2048, 4096])
+@pytest.mark.parametrize("word", ["layernorm", "moe_act"])
+def test_norms_and_activations_are_made_again_once(tmp_path, width, word):
+    """Products make their inputs again in every price of a width from 4096 on: the word adds nothing there."""
+    path, row = tmp_path / "table.csv", f"h100,8,2,{width},16,2048,512,1,8,1d,t=8,1,8,2"
+    columns = f"{HEAD},model_experts,experts_per_token,recompute"
+    path.write_text(f"{columns}\nword,{row},{word}\nnone,{row},none\n")
+    again = count_again(read_measured_runs(str(path), compose_config), lambda part: part.bytes)
+    per_layer = {"layernorm": 2 * 2048 * width, "moe_act": 2 * 2048 * 4 * width // 8}[word]
+    assert again == (2 * per_layer * 2 * 4 if width < 4096 else 0)  # layers; read and written, of four bytes
+
+
+LEGAL = (
+    "nothing of this model is computed again by that name; nearest legal: none, selective, full, core_attn, layernorm"
+)
+
+
+@pytest.mark.parametrize("words,unknown,more,legal", [
+    ("mla_up_proj", "mla_up_proj", {}, "mlp"),
+    ("moe_act layrnorm", "layrnorm moe_act", {}, "mlp"),
+    ("full moe_act", "full", EXPERTS, "moe, moe_act"),
+    ("mla_up_proj", "mla_up_proj", {"model": "deepseek_v2_lite"}, "mlp, moe, moe_act, shared_experts"),
+])  # fmt: skip
+def test_words_that_name_nothing_of_the_model_are_refused(run, words, unknown, more, legal):
+    """With the words of this model; where no latent is projected to queries, their product has no price by itself."""
+    with pytest.raises(ConfigError) as refused:
+        run(8, 8, "1d_sp,t=8", recompute=words, **more)
+    (line,) = refused.value.violations
+    assert line.endswith(f"row 1: column recompute={unknown}: {LEGAL}, {legal}")
