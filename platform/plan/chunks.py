@@ -317,7 +317,7 @@ def build_buckets(
     def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
         for (axes, only), parameters in open_.items():
-            # those that decay first, so that the optimizer updates each kind as one stretch
+            # parameters that decay first, so that the optimizer updates each kind as one stretch
             members = sorted(parameters, key=lambda p: not p.decay)
             counts = tuple(sizes[p] for p in members)
             sharded = tuple(axis for axis in axes if axis in shards)

@@ -20,7 +20,7 @@ from platform.config.fields import Config, Tensor, is_open_key, set_value
 from platform.config.layout_rules import list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
-from platform.plan.scheme import TENSOR_EXPERTS, axes_of_experts
+from platform.plan.scheme import GATHERED, TENSOR_EXPERTS, axes_of_experts
 
 # Schemes that tensor=auto chooses among, the simplest first. 2d is 2d_gather in more and smaller messages.
 SCHEMES = ("serial", "1d", "1d_sp", "2d_gather", "2p5d", "3d", "3d_literal")
@@ -31,7 +31,7 @@ MOST_SEQUENCES = 64  # of a microbatch on a replica
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
 STRETCHES = (1, 2, 4, 8)  # blocks recomputed at a time
-GATHERED = ("keep", "again")  # without "panels", the values of tensor.gathered
+WHOLE = tuple(word for word in GATHERED if word != "panels")  # ways to gather operands whole
 # How a key enters the closed form: as a column of sizes, of which those above 1 need another sketch of the model
 # (AXIS) or none (SIZE); with a sketch for each value (SKETCH); as a mode in which all sizes are estimated (MODE), which
 # may ignore it: plans are priced exactly in the end; or as one of the pairs of a schedule and its chunks (SCHEDULE).
@@ -129,8 +129,8 @@ class Contender:
     )  # fmt: skip
     gathered: str = choosable(
         "keep", "tensor.gathered", SKETCH,
-        lambda space, c: GATHERED[: 1 + (prod(c.axes) > 1)] if space.gathers_operands(c.scheme) else ["panels"],
-        None, lambda _, c: GATHERED[:1], refines=True,
+        lambda space, c: WHOLE[: 1 + (prod(c.axes) > 1)] if space.gathers_operands(c.scheme) else ["panels"],
+        None, lambda _, c: WHOLE[:1], refines=True,
     )  # fmt: skip
 
     @property
@@ -144,7 +144,7 @@ class Contender:
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
         ranks = (names.index(word) if word in names else len(names) for word, names in words)
         sizes = self.axes, self.stages, self.chunks, self.data, self.context, self.experts, self.microbatch, self.zero
-        refined = self.recompute_every, self.gathered == GATHERED[1]
+        refined = self.recompute_every, self.gathered == WHOLE[1]
         return self.num_split_axes, *ranks, *sizes, *refined, self
 
     @property
@@ -290,7 +290,7 @@ class SearchSpace:
 
     def gathers_operands(self, scheme: str) -> bool:
         """Return True if operands of a tensor scheme's products are gathered whole, in place of panels."""
-        return self.scheme_tables[scheme].gathered in GATHERED
+        return self.scheme_tables[scheme].gathered in WHOLE
 
     def expert_dividing_axes(self, scheme: str) -> list[str]:
         """Return the axes of a tensor scheme that may divide whole experts."""

@@ -16,6 +16,7 @@ from math import prod
 from typing import Annotated, NamedTuple
 
 from platform.boundary.schema import Span
+from platform.config.fields import KEYS
 from platform.plan.chunks import RecordableModel
 from platform.plan.model_types import POINTWISE, Operation, Parameter, Spec
 from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
@@ -134,12 +135,12 @@ REDONE = {
     "moe_act": r"pointwise .*\.experts\.up",
     "shared_experts": r"\w+ .*\.shared\.up|(project|shift) .*\.shared\.down",
 }
-KINDS = ("", "none", "selective", "full", "auto")  # of recomputation by the key; other values are words of REDONE
 
 
 def split_redone_words(recompute: str) -> frozenset[str]:
     """Return the words of a table's cell of recompute, legal or not; none if it has a value of the key."""
-    return frozenset(() if recompute.strip("'\"") in KINDS else recompute.split())
+    of_key = recompute.strip("'\"") in ("", "auto", *KEYS["recompute"].choices)
+    return frozenset(() if of_key else recompute.split())
 
 
 def find_redone_words(plan: Plan) -> set[str]:
