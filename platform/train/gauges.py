@@ -93,13 +93,14 @@ class ProcessGauges:
     """Gauges of this process: how many processors it kept busy since the reading before, the share of that time in
     which its main thread waited for one, its threads, and its resident memory."""
 
-    def __init__(self) -> None:
-        """Begin to count the processor time of this worker."""
-        self._before = time.monotonic(), time.process_time(), _read_delay()
+    def __init__(self, read_delay: Callable[[], float] | None = None) -> None:
+        """Begin to count this worker's processor time, and its main thread's waits for one by `read_delay`."""
+        self._read_delay = read_delay or _read_delay
+        self._before = time.monotonic(), time.process_time(), self._read_delay()
 
     def __call__(self) -> dict[str, float]:
         """Read this worker's use of processors, what it waits for them, and its resident memory."""
-        (then, spent, waited), self._before = self._before, (time.monotonic(), time.process_time(), _read_delay())
+        (then, spent, waited), self._before = self._before, (time.monotonic(), time.process_time(), self._read_delay())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         reading = {"memory": float(pages * os.sysconf("SC_PAGE_SIZE")), "threads": float(torch.get_num_threads())}
         if (seconds := self._before[0] - then) <= SECONDS / 2:
