@@ -10,7 +10,7 @@ from platform.plan.layout import find_factorizations
 from platform.plan.plan import Plan
 from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import has_legal_plan, make_plan
-from platform.predict.tier_traffic import Tiers, TierTraffic, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, TierTraffic, tier_traffic
 from tests.harness.oracle import configure
 
 RANKS = 8
@@ -51,7 +51,7 @@ class Case:
 
     def traffic(self, variant: str) -> list[TierTraffic]:
         """Return what one variant sends per step inside and between nodes."""
-        tiers = Tiers(("node",), tuple((str(node),) for node in self.seats(variant)))
+        tiers = NetworkTiers(("node",), tuple((str(node),) for node in self.seats(variant)))
         return tier_traffic(self.plan(variant), tiers)
 
 

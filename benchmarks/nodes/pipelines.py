@@ -15,7 +15,7 @@ from platform.plan.schedule import Kind
 from platform.plan.simulate import StageMessages, makespan_over_links
 from platform.predict.choose_schedule import build_schedule
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import Tiers, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, tier_traffic
 from tests.harness.oracle import configure
 from tests.testbed.links import Links, bits_per_second
 from tests.testbed.ranks import on_nodes
@@ -77,7 +77,7 @@ def rows(rate: str, rounds: int) -> Iterator[list[str]]:
         )
         of_each = zip(*(rank[kind] for rank in ranks), strict=True)
         took = statistics.median(max(stage["seconds"] for stage in step) for step in of_each)
-        busiest = tier_traffic(make_plan(config), Tiers.build_tiers({"node": 1}, STAGES))[-1].busiest or 0
+        busiest = tier_traffic(make_plan(config), NetworkTiers.build_tiers({"node": 1}, STAGES))[-1].busiest or 0
         counted = max(rank[kind][-1]["out"] for rank in ranks)
         base = base if any(base) else (took, planned)
         ratio, expected = took / base[0], planned / base[1]

@@ -93,7 +93,7 @@ class Causal:
         """Return how many samples of next-token prediction a token stream has: its rows, if it is packed."""
         return len(stream.rows) - 1 if isinstance(stream, PackedStream) else (len(stream) - 1) // self.length
 
-    def places(self, stream: Any, index: Ints) -> Ints:
+    def token_positions(self, stream: Any, index: Ints) -> Ints:
         """Return the stream positions of the tokens that samples `index` read, [len(index), length]; -1 for none."""
         if isinstance(stream, PackedStream):
             return stream.token_positions(index, self.length)
@@ -103,7 +103,7 @@ class Causal:
         """Return samples `index` of a token stream for next-token prediction: `tokens`; `labels`, the tokens that
         follow, -1 where none is predicted; `begins`, the place in the sample at which each token's document begins; and
         `positions`, how far from there the token is. Each is int64 [len(index), length]."""
-        place = self.places(stream, index)
+        place = self.token_positions(stream, index)
         if isinstance(stream, PackedStream):
             tokens = read_padded_ids(stream, place)
             labels = read_padded_ids(stream, np.where(place < 0, PADDING, place + 1))
@@ -194,7 +194,7 @@ class Masked:
         """Return how many samples of masked-token prediction, of `length` tokens each, a token stream has."""
         return len(stream) // self.length
 
-    def places(self, stream: Any, index: Ints) -> Ints:
+    def token_positions(self, stream: Any, index: Ints) -> Ints:
         """Return the positions in a token stream of the tokens of samples `index`, [len(index), length]."""
         return index[:, None] * self.length + np.arange(self.length)
 
@@ -203,7 +203,7 @@ class Masked:
         `labels`, the original tokens at the predicted places, else -1; and, if the model has any, `segments`, the
         number of each token's segment. Each is int64 [len(index), length]. `keys` [len(index)]: random keys that decide
         which tokens are masked."""
-        rows = _gather_token_ids(stream, self.places(stream, index))
+        rows = _gather_token_ids(stream, self.token_positions(stream, index))
         place, key = np.arange(self.length), keys[:, None]
         chosen = _draw_prediction_mask(key, self.length, self._num_masked_tokens)
         lot = hash_integers(key, 1, place) % np.uint64(10)
@@ -273,7 +273,7 @@ class SpanDenoising:
         """Return the id of the first sentinel; the others are below it."""
         return self.vocab - 1 if self.special.sentinel is None else self.special.sentinel
 
-    def places(self, stream: Any, index: Ints) -> Ints:
+    def token_positions(self, stream: Any, index: Ints) -> Ints:
         """Return the positions in a token stream of the text of samples `index`, [len(index), needs]."""
         return index[:, None] * self.needs + np.arange(self.needs)
 
@@ -284,7 +284,7 @@ class SpanDenoising:
         keys that decide which spans are missing."""
         n = self.needs
         noise, spans = _count_noise_and_spans(n)
-        rows = _gather_token_ids(stream, self.places(stream, index))
+        rows = _gather_token_ids(stream, self.token_positions(stream, index))
         # lengths of kept and missing stretches in turn, a kept one first
         lengths = [_draw_span_lengths(keys, number, total, spans) for number, total in enumerate((n - noise, noise))]
         stretches = np.stack(lengths, -1)

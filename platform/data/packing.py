@@ -142,7 +142,7 @@ def pack_streams(
     whole = overlong == "split" and not masked
     read = partial(_read_packed_rows, sizes=sizes, length=length, deep=not trusted, whole=whole)
 
-    def build_rows(folder: Path) -> dict[str, Any]:
+    def write_packed_rows(folder: Path) -> dict[str, Any]:
         """Pack each split's documents into rows, written to the cache entry `folder`; return their numbers."""
         counts, left_out = {}, {}
         for split, stream in streams.items():
@@ -165,7 +165,9 @@ def pack_streams(
                 logger.info("%s: %s", split, "; ".join(remarks))
         return {"splits": counts, **({"left_out": left_out} if left_out else {})}
 
-    rows_by_split = cache.open_trusted_entry(entry, read) if trusted else cache.fetch_entry(entry, build_rows, read)
+    rows_by_split = (
+        cache.open_trusted_entry(entry, read) if trusted else cache.fetch_entry(entry, write_packed_rows, read)
+    )
     return {split: PackedStream(stream, *rows_by_split[split]) for split, stream in streams.items()}
 
 

@@ -23,7 +23,7 @@ class SumsOverRanks(Protocol):
     """Sums what ranks have of the parameters of which they have parts; see `platform.runtime.matrices`."""
 
     @property
-    def elements(self) -> Mapping[str, int]:
+    def parameter_sizes(self) -> Mapping[str, int]:
         """Return parameter name -> number of its elements over all ranks, for Adafactor."""
 
     def matrix_shape(self, name: str) -> tuple[int, int, int] | None:
@@ -68,7 +68,7 @@ class Adafactor(torch.optim.Optimizer):
         local_sums = {name: [self._divide_gradient(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
         totals = self.factors.sum_over_ranks(local_sums, totals=True)
         for name, (w, group) in owned.items():
-            self._apply_update(w, group, self.factors.elements[name], sums[name][-1], totals[name][0])
+            self._apply_update(w, group, self.factors.parameter_sizes[name], sums[name][-1], totals[name][0])
 
     def _sum_local_sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
         """Return the sums by row and by column of this rank's squared gradient of a matrix; () for other parameters."""

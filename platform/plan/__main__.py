@@ -50,7 +50,7 @@ from platform.predict.make_plan import list_refusals, make_plan
 from platform.predict.plan_report import render_explanation
 from platform.predict.plan_screen import closing_blocks, explain_config, find_fitting_change, format_screen
 from platform.predict.step_price import choose_pricing_hardware, draw_step, read_chosen_hardware, read_hardware
-from platform.predict.tier_traffic import Tiers
+from platform.predict.tier_traffic import NetworkTiers
 
 MOST_TOKENS = 10**18  # of a run: a million times any run's
 LEAST_MEMORY = 0.0001  # GB
@@ -250,7 +250,7 @@ def _parse_tiers(text: str) -> dict[str, int]:
     """Read the option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for an illegal text."""
     try:
         sizes = {name: int(count) for name, count in (pair.split("=") for pair in text.split(","))}
-        Tiers.build_tiers(sizes, 0)
+        NetworkTiers.build_tiers(sizes, 0)
     except ValueError as error:
         reason = str(error) if str(error).startswith("tiers:") else "must be NAME=WORKERS,... such as node=8,rack=32"
         raise argparse.ArgumentTypeError(reason) from None

@@ -408,7 +408,7 @@ def pair_queries_with_keys(
             first = max(k.first, first_seen)
             seen = Stretch(first, (min(k.end, q.end) if causal else k.end) - first)
             if seen.size > 0:
-                relation = _relate_queries_to_keys(q, seen, causal, common_start)
+                relation = _classify_mask_of_stretches(q, seen, causal, common_start)
                 places = Stretch(row, q.size), Stretch(column + first - k.first, seen.size)
                 pieces.append(Pair(*places, relation, q.first, first))
     pieces = pieces if block else _merge_neighbours(pieces)
@@ -453,7 +453,7 @@ def _cut_at_borders(offset: int, stretch: Stretch, borders: Sequence[int]) -> It
         yield offset + first - stretch.first, Stretch(first, end - first)
 
 
-def _relate_queries_to_keys(q: Stretch, k: Stretch, causal: bool, common_start: int) -> str:
+def _classify_mask_of_stretches(q: Stretch, k: Stretch, causal: bool, common_start: int) -> str:
     """Return what queries at `q` see of keys at `k`, each of which one sees; all see those behind, from `common_start`
     on."""
     if not causal or (k.end <= q.first + 1 and k.first >= common_start):

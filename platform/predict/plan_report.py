@@ -30,7 +30,7 @@ from platform.plan.step_collectives import (
 )
 from platform.predict.footprint import Footprint, count_saved_elements, weight_bytes
 from platform.predict.hardware import Hardware
-from platform.predict.tier_traffic import Tiers, count_messages, move_axes, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, count_messages, move_axes, tier_traffic
 
 GROUPS_SHOWN, RANKS_SHOWN = 4, 8
 PUBLISHED = Path(__file__).parent / "published.yaml"  # `python -m docs.predictions errors` prints it
@@ -55,7 +55,7 @@ def explain_plan(
     by stage; `snapshots`: price of a snapshot in memory, and how often it is taken; `more`: other parts of the
     explanation, such as the predicted `time` of a step; `rings`: argument of `tier_traffic`. Raises ValueError for
     tiers that do not nest."""
-    places = Tiers.build_tiers(tiers, plan.mesh.world_size)
+    places = NetworkTiers.build_tiers(tiers, plan.mesh.world_size)
 
     def worker_holdings(at: Mapping[str, int]) -> dict[str, Any]:
         """Return what the worker at mesh coordinates `at` holds: counts of parameters, bytes, saved elements."""
@@ -91,7 +91,10 @@ def explain_plan(
         messages_by_order = {o: count_messages(mesh, branches, places, from_zero=rooted) for o, mesh in meshes.items()}
         explanation["branch_messages"] = {
             "order": "outer" if plan.scheme.branches_outer else "inner",
-            **{order: dict(zip(places.row_labels, counts, strict=True)) for order, counts in messages_by_order.items()},
+            **{
+                order: dict(zip(places.distance_labels, counts, strict=True))
+                for order, counts in messages_by_order.items()
+            },
         }
     return explanation
 

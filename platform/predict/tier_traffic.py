@@ -1,5 +1,5 @@
-"""Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on. `Tiers`
-knows which rank sits where.
+"""Messages and bytes of a plan by tier of the cluster: inside a node, between nodes, between racks, and so on.
+`NetworkTiers` knows which rank sits where.
 
 The messages of a collective follow the transport: all-gathers, reduce-scatters and all-to-alls go from each rank
 directly to each, all-reduces and rotations around a ring in the order of the group, scatters and gathers from and to
@@ -30,8 +30,8 @@ _RINGS_OF_GPUS = ("all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class TierTraffic:
-    """Messages and bytes per step of one row of `Tiers.row_labels`. `busiest`: the most bytes that one of the links
-    between these parts carries in one direction, to any tier; None inside the innermost tier."""
+    """Messages and bytes per step of one row of `NetworkTiers.distance_labels`. `busiest`: the most bytes that one of
+    the links between these parts carries in one direction, to any tier; None inside the innermost tier."""
 
     tier: str
     messages: int
@@ -39,11 +39,11 @@ class TierTraffic:
     busiest: int | None
 
 
-def tier_traffic(plan: Plan, tiers: Tiers, rings: bool = False) -> list[TierTraffic]:
+def tier_traffic(plan: Plan, tiers: NetworkTiers, rings: bool = False) -> list[TierTraffic]:
     """Return the messages and bytes of one training step of a plan by tier, from the innermost outwards, for ranks that
     sit as `tiers` says. The bytes add up to the total of `communication`. `rings`: True if gathers and scattered
     sums of even blocks go around a ring, which enters a node once, as GPUs send."""
-    rows = range(len(tiers.row_labels))
+    rows = range(len(tiers.distance_labels))
     messages, moved = [Fraction()] * len(rows), [Fraction()] * len(rows)
     links: dict[_Link, Fraction] = defaultdict(Fraction)
     counted: dict[tuple, _Reached] = {}
@@ -55,21 +55,21 @@ def tier_traffic(plan: Plan, tiers: Tiers, rings: bool = False) -> list[TierTraf
             for link, pairs in reached.links.items():
                 links[link] += pairs * share_of_pair * size
     busiest = [max((round(n) for (link, *_), n in links.items() if link == row), default=0) for row in rows]
-    sums = zip(tiers.row_labels, map(round, messages), map(round, moved), [None, *busiest[1:]], strict=True)
+    sums = zip(tiers.distance_labels, map(round, messages), map(round, moved), [None, *busiest[1:]], strict=True)
     return [TierTraffic(*row_sums) for row_sums in sums]
 
 
-_Link = tuple[int, tuple[str, ...], str]  # row of `Tiers.row_labels`, part of the cluster, way
+_Link = tuple[int, tuple[str, ...], str]  # row of `NetworkTiers.distance_labels`, part of the cluster, way
 
 
 class _Reached(NamedTuple):
-    """Numbers of the pairs of ranks that a collective reaches: by row of `Tiers.row_labels`, and by link that they
-    use."""
+    """Numbers of the pairs of ranks that a collective reaches: by row of `NetworkTiers.distance_labels`, and by link
+    that they use."""
 
     rows: Counter[int]
     links: Counter[_Link]
 
-    def add_pair(self, tiers: Tiers, sender: int, receiver: int) -> None:
+    def add_pair(self, tiers: NetworkTiers, sender: int, receiver: int) -> None:
         """Count one pair of ranks."""
         row = tiers.row_between(sender, receiver)
         self.rows[row] += 1
@@ -77,10 +77,10 @@ class _Reached(NamedTuple):
             self.links[link, tiers.path_of_crossed_domain(sender, link), "out"] += 1
             self.links[link, tiers.path_of_crossed_domain(receiver, link), "in"] += 1
 
-    def add_all_pairs(self, tiers: Tiers, group: Sequence[int]) -> None:
+    def add_all_pairs(self, tiers: NetworkTiers, group: Sequence[int]) -> None:
         """Count all pairs of the ranks of a group, from how many of them each part of the cluster has."""
         beyond = len(group) * (len(group) - 1)  # pairs that go so far, or farther
-        for link in range(1, len(tiers.row_labels)):
+        for link in range(1, len(tiers.distance_labels)):
             farther = 0
             for domain, domain_ranks in Counter(tiers.path_of_crossed_domain(rank, link) for rank in group).items():
                 farther += (pairs := domain_ranks * (len(group) - domain_ranks))
@@ -89,11 +89,11 @@ class _Reached(NamedTuple):
                     self.links[link, domain, "in"] += pairs
             self.rows[link - 1] += beyond - farther
             beyond = farther
-        self.rows[len(tiers.row_labels) - 1] += beyond
+        self.rows[len(tiers.distance_labels) - 1] += beyond
 
 
 def _iterate_reached_pairs(
-    mesh: Mesh, kind: _Launched, tiers: Tiers, counted: dict[tuple, _Reached], rings: bool
+    mesh: Mesh, kind: _Launched, tiers: NetworkTiers, counted: dict[tuple, _Reached], rings: bool
 ) -> Iterator[tuple[Fraction, Fraction, _Reached]]:
     """Yield, for a kind of collective, the share of a rank's input and the messages of each of some pairs of ranks, and
     how many pairs there are; pairs of other kinds along the same axes are `counted` once."""
@@ -124,13 +124,13 @@ def _iterate_reached_pairs(
     yield share, messages, counted[key]
 
 
-def farthest_tiers(plan: Plan, tiers: Tiers) -> dict[str, str]:
+def farthest_tiers(plan: Plan, tiers: NetworkTiers) -> dict[str, str]:
     """Return axes of collectives, joined by "+" -> the row of `tiers` between the farthest ranks of their groups."""
     if len(set(tiers.paths)) == 1:  # all on one node
-        return {"+".join(axes): tiers.row_labels[0] for axes in process_groups(plan)}
+        return {"+".join(axes): tiers.distance_labels[0] for axes in process_groups(plan)}
     groups_by_axes = {axes: plan.mesh.list_groups(axes) for axes in process_groups(plan)}
     rows = {axes: max(tiers.row_between(g[0], r) for g in groups for r in g) for axes, groups in groups_by_axes.items()}
-    return {"+".join(axes): tiers.row_labels[row] for axes, row in rows.items()}
+    return {"+".join(axes): tiers.distance_labels[row] for axes, row in rows.items()}
 
 
 def format_traffic(rows: Sequence[TierTraffic]) -> str:
@@ -214,14 +214,14 @@ def iterate_transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fra
         yield from ((i, j, turns, share) for i in range(n) for j in range(n) if i != j)
 
 
-def count_messages(mesh: Mesh, axes: Sequence[str], tiers: Tiers, *, from_zero: bool = False) -> list[int]:
+def count_messages(mesh: Mesh, axes: Sequence[str], tiers: NetworkTiers, *, from_zero: bool = False) -> list[int]:
     """Count the messages of the process groups along `axes` by row of `tiers`, after SUPER (Jain et al.), section V:
     one per ordered pair of ranks of a group, a rank and itself included. Counted one by one: exact for any sizes.
 
     `from_zero`: only from each group's first rank to all (in a join, the other way round), as when D&SP-cSub keeps the
     common layers on sub-grid 0 alone: one in g of them, g being the ranks of a group.
     """
-    counts = [0] * len(tiers.row_labels)
+    counts = [0] * len(tiers.distance_labels)
     for group in mesh.list_groups(axes):
         for sender in group[:1] if from_zero else group:
             for receiver in group:
@@ -237,7 +237,7 @@ def move_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
 
 
 @dataclass(frozen=True)
-class Tiers:
+class NetworkTiers:
     """Place of every rank in a tree of any depth. `names`: names of the tiers, outer to inner, such as rack, node;
     `paths`: values of these tiers, by rank. Ranks are in one node where their paths are equal."""
 
@@ -245,12 +245,12 @@ class Tiers:
     paths: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def build_tiers(cls, sizes: Mapping[str, int], ranks: int) -> Tiers:
+    def build_tiers(cls, sizes: Mapping[str, int], ranks: int) -> NetworkTiers:
         """Build the tiers of consecutive ranks from the number of ranks in one of each, in any order of the names.
 
         Raises ValueError if a size is below 1 or no multiple of the next smaller one.
 
-        >>> Tiers.build_tiers({"node": 2, "rack": 4}, 5).paths
+        >>> NetworkTiers.build_tiers({"node": 2, "rack": 4}, 5).paths
         (('0', '0'), ('0', '0'), ('0', '1'), ('0', '1'), ('1', '2'))
         """
         inner = sorted(sizes.items(), key=lambda pair: pair[1])
@@ -262,7 +262,7 @@ class Tiers:
         return cls(tuple(name for name, _ in outer), tuple(paths))
 
     @property
-    def row_labels(self) -> tuple[str, ...]:
+    def distance_labels(self) -> tuple[str, ...]:
         """Return labels of how far a message between ranks goes: inside a node, between nodes, between larger parts."""
         inner = self.names[::-1]
         return (f"inside a {inner[0]}", *(f"between {name}s" for name in inner)) if inner else ("everywhere",)

@@ -330,7 +330,7 @@ def _even_collectives(plan: Plan, planned: PlannedOperation) -> list[Collective]
     return [replace(c, elements=int(c.elements * even_sent_share(planner, o, c))) if c.rows else c for c in collectives]
 
 
-def even_routing_share(planner: Planner, o: Operation) -> float:
+def even_share_of_planned_rows(planner: Planner, o: Operation) -> float:
     """Return `even_routing_share_of_spec` of the rows that an operation reads or makes."""
     return next((even_routing_share_of_spec(planner, t) for t in _iterate_row_specs(o)), 1.0)
 
@@ -343,7 +343,7 @@ def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
 def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
     """Return the share of the elements of an operation's collective that an even routing sends; 1 of no rows."""
     if c.op != "all_to_allv":
-        return even_routing_share(planner, o) if c.rows else 1.0
+        return even_share_of_planned_rows(planner, o) if c.rows else 1.0
     if not OPERATIONS[o.kind].moves_rows:  # lent experts, which are as many as planned
         return 1.0
     return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
@@ -431,7 +431,7 @@ def _bytes_to_rebuild(plan: Plan, operation: Operation, group: EinsumGroup) -> f
     made_by = operation["made_by"]
     arguments = POINTWISE.get(made_by)
     accesses = Ops.pointwise.accesses_by_inputs[arguments] if arguments else OPERATIONS[made_by].memory_accesses
-    share = even_routing_share(plan.planner, operation)
+    share = even_share_of_planned_rows(plan.planner, operation)
     return accesses[0] * prod(group.x.before) * share * plan.itemsize["compute"]
 
 

@@ -46,7 +46,7 @@ class AdafactorSums:
         self._sizes, self._axes = factor_sum_sizes(plan), summing_axes(plan)
         by_name = {p.name: p for p in plan.parameters}
         self._shapes = {name: by_name[name].shape_as_matrices(plan.global_shape(by_name[name])) for name in self._sizes}
-        self.elements = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
+        self.parameter_sizes = {name: prod(plan.global_shape(by_name[name])) for name in self._sizes}
         at = communicator.coordinates
         self._counted = {n for n in self._sizes if counts_at(at, plan.master_split_axes(by_name[n]))}
         own_parameters = (by_name[name] for name in plan.factored if name in by_name)

@@ -8,7 +8,7 @@ import pytest
 
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import Tiers, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, tier_traffic
 from tests.harness.oracle import configure, serial
 from tests.testbed.links import Links, why_not
 from tests.testbed.ranks import on_nodes
@@ -52,7 +52,7 @@ def fits(name, inside, out, busiest):
     """Whether a node's counters are what the plan of this name says, but for headers and barriers. Gloo's `reduce` in a
     group of 2, which only dsp_csub has, sends half as much again: it scatters parts of the sum, then gathers them."""
     plan = make_plan(configure(**VARIANTS[name]))
-    near, far = tier_traffic(plan, Tiers.build_tiers({"node": 2}, 4))
+    near, far = tier_traffic(plan, NetworkTiers.build_tiers({"node": 2}, 4))
     again = communication(plan).get("reduce/g", 0) // 2
     pairs = ((near.bytes + again, inside), (far.bytes, out), (far.busiest, busiest))
     return all(planned <= counted < 1.1 * planned + 50_000 for planned, counted in pairs)

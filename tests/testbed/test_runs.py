@@ -13,7 +13,7 @@ import pytest
 
 from platform.launch import compose_config
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import Tiers, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, tier_traffic
 from tests.testbed.links import Links, why_not
 from tests.testbed.ray_nodes import RayNodes
 from tests.testbed.runs import CLUSTER, SMALL, lost_steps, same_as_alone, seats, stopped, world
@@ -69,7 +69,7 @@ def test_tensor_axes_are_inside_nodes_and_stages_across_racks(nodes, start, tmp_
     assert sorted({tuple(racks[:4]), tuple(racks[4:])}) == [("a",) * 4, ("b",) * 4]
     [traffic] = run.until(lambda: run.of("traffic"))
     plan = make_plan(compose_config([*SMALL, *layout]))
-    planned = tier_traffic(plan, Tiers.build_tiers({"node": 2, "rack": 4}, 8))
+    planned = tier_traffic(plan, NetworkTiers.build_tiers({"node": 2, "rack": 4}, 8))
     assert traffic["rows"] == [vars(row) for row in planned]
     assert [row.tier for row in planned] == ["inside a node", "between nodes", "between racks"]
     assert "between racks" in run.log.read_text()

@@ -22,7 +22,7 @@ from platform.monitor import events
 from platform.plan.layout import Mesh, format_count
 from platform.predict.hardware import Hardware
 from platform.predict.replan import Replanned, most_workers, replan
-from platform.predict.tier_traffic import Tiers
+from platform.predict.tier_traffic import NetworkTiers
 from platform.train.replies import StepReport
 
 LOOK_SECONDS = 0.05  # between two looks at the members
@@ -215,12 +215,12 @@ def member_paths(members: Mapping[int, Member]) -> dict[int, Path]:
     return {number: (*member.tiers[:depth], member.node) for number, member in members.items()}
 
 
-def find_rank_tiers(seats: Sequence[int], paths: Mapping[int, Path]) -> Tiers:
+def find_rank_tiers(seats: Sequence[int], paths: Mapping[int, Path]) -> NetworkTiers:
     """Return the cluster tiers (rack, node) of the ranks of workers `seats`, without outer tiers that all share."""
     rank_paths = [paths[number] for number in seats]
     names = [tier.partition("=")[0] for tier in rank_paths[0][:-1]] + ["node"]
     apart = [i for i, values in enumerate(zip(*rank_paths, strict=True)) if len(set(values)) > 1 or i == len(names) - 1]
-    return Tiers(tuple(names[i] for i in apart), tuple(tuple(path[i] for i in apart) for path in rank_paths))
+    return NetworkTiers(tuple(names[i] for i in apart), tuple(tuple(path[i] for i in apart) for path in rank_paths))
 
 
 def arrange_seats(paths: Mapping[int, Path], mesh: Mesh, previous_members: Mapping[int, int]) -> list[int]:

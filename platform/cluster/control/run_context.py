@@ -11,7 +11,7 @@ from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.monitor import Journal, RunMonitor, Timeline
 from platform.plan.plan import Plan
-from platform.predict.tier_traffic import Tiers
+from platform.predict.tier_traffic import NetworkTiers
 
 if TYPE_CHECKING:
     from platform.cluster.answer_scores import RunTasks
@@ -52,7 +52,7 @@ class Generation:
     number: int
     plan: Plan
     formed: Formation
-    tiers: Tiers
+    tiers: NetworkTiers
     step: int
     device: str
     peak_flops: float | None

@@ -72,10 +72,10 @@ class _Server:
         self._sockets: dict[int, socket.socket] = {}  # by file descriptor
         self._workers: dict[int, int] = {}  # file descriptor of a worker's connection -> its process id
         self._poll = select.poll()
-        self._watch_socket(control)
-        self._watch_socket(self._woken)
+        self._add_polled_socket(control)
+        self._add_polled_socket(self._woken)
 
-    def _watch_socket(self, source: socket.socket) -> None:
+    def _add_polled_socket(self, source: socket.socket) -> None:
         """Add a connection or listener to the ones from which the fork server waits for orders and news of workers."""
         self._sockets[source.fileno()] = source
         self._poll.register(source, select.POLLIN)
@@ -108,7 +108,7 @@ class _Server:
             return False
         passed = socket.socket(fileno=fds[0])
         if passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            self._watch_socket(passed)
+            self._add_polled_socket(passed)
         else:
             self._fork_worker(passed)
         return True
@@ -124,7 +124,7 @@ class _Server:
         parent = os.getpid()
         if process := os.fork():
             self._workers[line.fileno()] = process
-            self._watch_socket(line)
+            self._add_polled_socket(line)
             return
         status = 1
         try:

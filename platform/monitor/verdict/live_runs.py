@@ -244,7 +244,7 @@ def judge_waiting(evidence: Evidence) -> Verdict | None:
     return Verdict("places", line, step=evidence.last_step, since=waiting.time, details=details)
 
 
-def judge_recovery(evidence: Evidence) -> Verdict | None:
+def judge_unrecovered_failure(evidence: Evidence) -> Verdict | None:
     """Return the verdict on a run that is re-forming after the failure of a worker."""
     failure, first = evidence.last_event(events.Failure), evidence.last_event(events.FirstStep)
     if failure is None or (first and first.time >= failure.time):
@@ -342,7 +342,7 @@ JUDGES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     judge_call,
     judge_idle_driver,
     judge_waiting,
-    judge_recovery,
+    judge_unrecovered_failure,
     judge_failed_saves,
     judge_slow_save,
     judge_slow_worker,

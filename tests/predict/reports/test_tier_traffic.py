@@ -9,7 +9,7 @@ import pytest
 from platform.plan.layout import Mesh
 from platform.plan.step_collectives import communication, step_collectives
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import Tiers, count_messages, iterate_transfers, move_axes, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, count_messages, iterate_transfers, move_axes, tier_traffic
 from tests.harness.oracle import MODELS, configure, run
 from tests.harness.replayed_bytes import pair_traffic
 
@@ -40,7 +40,7 @@ CASES = [(n, g, node) for n in POWERS for g in POWERS for node in POWERS if g <=
 
 def counts(mesh, axes, node, **how):
     """Inside a node and between nodes."""
-    return tuple(count_messages(mesh, axes, Tiers.build_tiers({"node": node}, mesh.world_size), **how))
+    return tuple(count_messages(mesh, axes, NetworkTiers.build_tiers({"node": node}, mesh.world_size), **how))
 
 
 @pytest.mark.parametrize(("n", "g", "node"), CASES)
@@ -77,9 +77,9 @@ def test_two_branch_axes_and_a_scheme_between():
 
 
 def test_four_tiers():
-    tiers = Tiers.build_tiers({"node": 2, "zone": 8, "rack": 4}, 16)
+    tiers = NetworkTiers.build_tiers({"node": 2, "zone": 8, "rack": 4}, 16)
     assert tiers.names == ("zone", "rack", "node")
-    assert tiers.row_labels == ("inside a node", "between nodes", "between racks", "between zones")
+    assert tiers.distance_labels == ("inside a node", "between nodes", "between racks", "between zones")
     assert [tiers.row_between(5, other) for other in (5, 4, 6, 1, 9)] == [0, 0, 1, 2, 3]
     mesh = Mesh.arrange_axes({"data": 4, "g": 4})
     assert count_messages(mesh, ["g"], tiers) == [32, 32, 0, 0]
@@ -106,14 +106,14 @@ def test_every_byte_has_a_sender_and_a_receiver(name):
     pairs = pair_traffic(plan)
     assert sum(size for _, size in pairs.values()) == sum(communication(plan).values())
     assert all(sender != receiver for sender, receiver in pairs)
-    rows = tier_traffic(plan, Tiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size))
+    rows = tier_traffic(plan, NetworkTiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size))
     assert sum(row.bytes for row in rows) == sum(communication(plan).values())
     assert rows[0].busiest is None and all(row.busiest <= row.bytes + rows[-1].bytes for row in rows[1:])
-    tiers, found = Tiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size), defaultdict(int)
+    tiers, found = NetworkTiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size), defaultdict(int)
     for (sender, receiver), (messages, _) in pairs.items():
         found[tiers.row_between(sender, receiver)] += messages
     assert [row.messages for row in rows] == [found[row] for row in range(len(rows))]
-    everything = tier_traffic(plan, Tiers.build_tiers({}, plan.mesh.world_size))
+    everything = tier_traffic(plan, NetworkTiers.build_tiers({}, plan.mesh.world_size))
     assert [(row.tier, row.bytes) for row in everything] == [("everywhere", sum(row.bytes for row in rows))]
 
 
@@ -137,7 +137,7 @@ def test_the_busiest_link_of_a_ring():
     plan = make_plan(configure("1d", {"t": 4}))
     [world] = {c.axes for _, c, _ in step_collectives(plan)}
     moved = communication(plan)["all_reduce/t"]
-    inside, between = tier_traffic(plan, Tiers.build_tiers({"node": 2}, 4))
+    inside, between = tier_traffic(plan, NetworkTiers.build_tiers({"node": 2}, 4))
     assert (world, inside.bytes, between.bytes) == (("t",), moved // 2, moved // 2)
     assert between.busiest == moved // 4
 
@@ -145,7 +145,7 @@ def test_the_busiest_link_of_a_ring():
 def test_a_ring_of_gpus_enters_a_node_once():
     """Of 8 ranks on 2 nodes, 2 of 8 links join the nodes: a quarter of all bytes, as the price counts them."""
     plan = make_plan(configure(data=8, zero=3, microbatch=1, global_batch=8))
-    places, moved = Tiers.build_tiers({"node": 4}, 8), sum(communication(plan).values())
+    places, moved = NetworkTiers.build_tiers({"node": 4}, 8), sum(communication(plan).values())
     direct, rings = tier_traffic(plan, places), tier_traffic(plan, places, rings=True)
     assert [sum(row.bytes for row in rows) for rows in (direct, rings)] == [moved, moved]
     assert (rings[1].bytes, rings[1].busiest) == (moved // 4, moved // 8) and direct[1].bytes > moved // 2
@@ -156,7 +156,7 @@ def test_experts_are_exchanged_inside_a_node_as_ranks_are_placed():
     """The axis expert is the innermost of the replicas'. The control: ranks that are dealt to the nodes in turn."""
     plan = make_plan(configure(**MODELS["experts"], data=4, experts_of=2, microbatch=2))
     moved = communication(plan)["all_to_all/expert"]
-    inside, between = tier_traffic(plan, Tiers.build_tiers({"node": 2}, 4))
-    dealt = tier_traffic(plan, Tiers(("node",), (("0",), ("1",), ("0",), ("1",))))[-1]
+    inside, between = tier_traffic(plan, NetworkTiers.build_tiers({"node": 2}, 4))
+    dealt = tier_traffic(plan, NetworkTiers(("node",), (("0",), ("1",), ("0",), ("1",))))[-1]
     assert inside.bytes >= moved and between.bytes < dealt.bytes >= moved
     assert between.busiest < dealt.busiest

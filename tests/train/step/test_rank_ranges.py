@@ -8,7 +8,7 @@ from math import nan
 import torch
 
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import Tiers, farthest_tiers
+from platform.predict.tier_traffic import NetworkTiers, farthest_tiers
 from platform.runtime.communicator import Communicator
 from platform.train.rank_parameters import CollectiveBandwidths, compute_rank_ranges
 from platform.train.replies import RankRange, StepReport
@@ -43,9 +43,9 @@ def test_a_bandwidth_is_the_bytes_that_a_rank_sent_over_the_seconds_that_it_wait
 
 
 def test_a_collective_reaches_as_far_as_its_farthest_ranks() -> None:
-    assert farthest_tiers(PLAN, Tiers.build_tiers({"node": 2}, 4)) == REACH | {"data+t": "between nodes"}
-    assert set(farthest_tiers(PLAN, Tiers.build_tiers({"node": 4}, 4)).values()) == {"inside a node"}
-    racks = farthest_tiers(PLAN, Tiers.build_tiers({"node": 1, "rack": 2}, 4))
+    assert farthest_tiers(PLAN, NetworkTiers.build_tiers({"node": 2}, 4)) == REACH | {"data+t": "between nodes"}
+    assert set(farthest_tiers(PLAN, NetworkTiers.build_tiers({"node": 4}, 4)).values()) == {"inside a node"}
+    racks = farthest_tiers(PLAN, NetworkTiers.build_tiers({"node": 1, "rack": 2}, 4))
     assert (racks["t"], racks["data"]) == ("between nodes", "between racks")
 
 
