@@ -1,4 +1,4 @@
 """The page of a run: `python -m platform.report` writes it as one HTML file, or serves it as the run goes on.
 
-Its files in reading order: account, page, page_data, page_server, panel_table.
+Its files in reading order: account, page, page_data, page_server.
 """

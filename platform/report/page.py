@@ -1,17 +1,20 @@
-"""HTML of a page: one file with its data, style and scripts in it, which loads nothing and runs nothing else."""
+"""A page: the table of panels that it and W&B's workspace are made from (`panels.yaml`), and its HTML, one file with
+its data, style and scripts in it, which loads nothing and runs nothing else."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from platform.data.html_head import html_head, policy_hash
-from platform.report.panel_table import STATIC
 
+STATIC = Path(__file__).parent / "static"
+_TABLE = Path(__file__).with_name("panels.yaml")
 _STYLES = ("uPlot.min.css", "page.css")
 _SCRIPTS = ("uPlot.iife.min.js", "charts.js", "page.js")
 _INERT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}  # in JSON they stand in texts alone
@@ -23,6 +26,25 @@ _PAGE = """{head}<header id="runs">{first}</header>
 {scripts}
 </html>
 """
+
+
+@cache
+def panel_table() -> dict[str, Any]:
+    """Return the table of panels: `sections`, each with its `title` and `panels`, and `not_shown`, name -> reason."""
+    import yaml
+
+    return yaml.safe_load(_TABLE.read_text())
+
+
+def all_panels() -> Iterator[dict[str, Any]]:
+    """Yield every panel of a run's page and of its W&B workspace, by section."""
+    for section in panel_table()["sections"]:
+        yield from section["panels"]
+
+
+def matches_metric(metrics: list[str], name: str) -> bool:
+    """Return True if a panel of these `metrics` (NAME, or NAME/*) shows the metric of that W&B name."""
+    return any(name == m or (m.endswith("/*") and name.startswith(m[:-1])) for m in metrics)
 
 
 @cache

@@ -32,7 +32,7 @@ from platform.plan.layout import format_count
 from platform.plan.plan_summary import format_number
 from platform.report import account
 from platform.report.account import list_key_numbers, state_line
-from platform.report.panel_table import all_panels, matches_metric, panel_table
+from platform.report.page import all_panels, matches_metric, panel_table
 from platform.status.seen_run import Look, read_lock_owner, read_run_contents
 
 _NUMBERS = 120_000  # about so many numbers of curves are put into a page, and at most so many points into a curve:

@@ -12,7 +12,7 @@ import pytest
 
 from platform.monitor.metrics import wandb_names
 from platform.monitor.sinks.wandb_sink import NEWEST
-from platform.report.panel_table import panel_table
+from platform.report.page import panel_table
 from tests.harness.offline_run import history, records
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from platform.report.__main__ import main
-from platform.report.page import content_policy, script_safe_json
-from platform.report.panel_table import STATIC
+from platform.report.page import STATIC, content_policy, script_safe_json
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--\u2028{{}}"
 # npm's uplot 1.6.32, unchanged: a new version needs new sums, and a look at a page

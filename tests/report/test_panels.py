@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from platform.monitor.metrics import MetricColumns, MetricsLog, MetricsRow
-from platform.report.panel_table import STATIC, all_panels, matches_metric, panel_table
+from platform.report.page import STATIC, all_panels, matches_metric, panel_table
 from platform.train.replies import GAUGES
 
 ENDS = {"min": 0.25, "median": 0.5, "max": 0.75}
