@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import re
 import select
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import monotonic, sleep
@@ -309,3 +310,13 @@ def _format_time(seconds: float) -> str:
     """Return seconds in words, such as 12 s or 3 min 20 s."""
     whole_seconds = round(seconds)
     return f"{whole_seconds} s" if whole_seconds < 60 else f"{whole_seconds // 60} min {whole_seconds % 60} s"
+
+
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows of cells as indented lines with aligned columns; columns of numbers are aligned to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numeric = [all(re.fullmatch(r"x?[\d,]*", cell) for cell in column[1:]) and any(column[1:]) for column in columns]
+    justify = [str.rjust if is_numeric else str.ljust for is_numeric in numeric]
+    aligned = ([f(cell, w) for f, cell, w in zip(justify, row, widths, strict=True)] for row in rows)
+    return [f"  {'  '.join(cells).rstrip()}" for cells in aligned]

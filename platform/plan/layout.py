@@ -304,6 +304,13 @@ class Mesh:
         return {axis: prod(n for _, n in self.shape[i + 1 :]) for i, (axis, _) in enumerate(self.shape)}
 
 
+def move_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
+    """Return the mesh with `axes` moved outside (slow links) or inside of all others, to compare branch placements."""
+    moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
+    others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
+    return Mesh(moved + others if outer else others + moved)
+
+
 @cache
 def _group_offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the ranks at 0 along all mesh axes but `axes`, in the order of positions along these, first major."""

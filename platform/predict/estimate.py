@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.model import build_model
-from platform.plan.accelerators import ROUNDING, overhead_bytes
 from platform.plan.layout import Mesh, pad_to_multiple
 from platform.plan.model_types import Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation
@@ -26,6 +25,7 @@ from platform.plan.rule import partial_axes
 from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
 from platform.predict import price
 from platform.predict.contenders import Contender
+from platform.predict.footprint import ROUNDING, overhead_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.price import bytes_seconds, group_seconds, hidden_or_summed_seconds, message_seconds, update_bytes
 from platform.predict.work import (

@@ -274,6 +274,18 @@ class Footprint:
         return tensors + self.reserved
 
 
+# Bytes of a GPU that no tensor of ours can have: estimates, until they are measured. CUDA's context, workspaces of its
+# libraries and compiled kernels; a communicator of NCCL for each group along axes, and for each neighbouring stage and
+# direction; and what the allocator loses by rounding, as a share of the rest.
+CONTEXT, GROUP, LINE, ROUNDING = 1_500_000_000, 400_000_000, 100_000_000, 0.04
+
+
+def overhead_bytes(axis_groups: int, stage_links: int, needed: int) -> int:
+    """Return the bytes of a GPU that CUDA, its libraries and NCCL take beside the `needed` bytes of a worker that is
+    in so many `axis_groups` along axes and `stage_links` to other stages."""
+    return CONTEXT + axis_groups * GROUP + stage_links * LINE + round(ROUNDING * needed)
+
+
 def predict_footprint(
     plan: Plan,
     model: RecordableModel,

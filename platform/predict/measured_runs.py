@@ -30,6 +30,7 @@ from platform.boundary.local_files import replace_text
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.refusals import ConfigError, closest_values, format_violation, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed, parse_value
+from platform.boundary.terminal import align_rows
 from platform.config.arguments import quote_value
 from platform.config.composition import CONF
 from platform.config.fields import KEYS, Compose, Config, flatten_config
@@ -41,7 +42,6 @@ from platform.monitor.metrics import MetricsLog
 from platform.predict.calibration import fit_constants, kendall_tau
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
-from platform.predict.plan_report import align_rows
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
 from platform.predict.work import EVEN, StepWork, System, count_step_flops, find_redone_words, split_redone_words

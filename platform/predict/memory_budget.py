@@ -16,7 +16,6 @@ from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS, OptimizerUpdate, count_states_per_element, iterate_updated_parts
 from platform.plan import generation_passes
-from platform.plan.accelerators import overhead_bytes
 from platform.plan.chunks import Chunk, RecordableModel
 from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, PlannedPass, batch_rows, plan_pass
 from platform.plan.operations.attention import KeyValueCache
@@ -26,7 +25,7 @@ from platform.plan.schedule import Action
 from platform.plan.simulate import lower_schedule
 from platform.plan.step_collectives import count_communicators, may_compile, resolve_auto_kernels
 from platform.predict.choose_schedule import build_generation_model, build_short_schedule
-from platform.predict.footprint import Footprint, Measured, predict_footprint, weight_bytes
+from platform.predict.footprint import Footprint, Measured, overhead_bytes, predict_footprint, weight_bytes
 from platform.predict.meter import MemoryMeter
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 from platform.boundary.documents import parse_yaml, read_bytes
 from platform.boundary.schema import parse_value
+from platform.boundary.terminal import align_rows
 from platform.config.key import WORKERS
 from platform.plan.chunks import RecordableModel
-from platform.plan.layout import format_count
+from platform.plan.layout import format_count, move_axes
 from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import count_scores_by_rank, describe, format_number, format_seconds
@@ -30,7 +31,7 @@ from platform.plan.step_collectives import (
 )
 from platform.predict.footprint import Footprint, count_saved_elements, weight_bytes
 from platform.predict.hardware import Hardware
-from platform.predict.tier_traffic import NetworkTiers, count_messages, move_axes, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, count_messages, tier_traffic
 
 GROUPS_SHOWN, RANKS_SHOWN = 4, 8
 PUBLISHED = Path(__file__).parent / "published.yaml"  # `python -m docs.predictions errors` prints it
@@ -289,13 +290,3 @@ def format_days(days: float) -> str:
         if days * size >= 1:
             return f"{days * size:.3g} {unit}"
     return f"{days * 86400:.3g} seconds"
-
-
-def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of cells as indented lines with aligned columns; columns of numbers are aligned to the right."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    numeric = [all(re.fullmatch(r"x?[\d,]*", cell) for cell in column[1:]) and any(column[1:]) for column in columns]
-    justify = [str.rjust if is_numeric else str.ljust for is_numeric in numeric]
-    aligned = ([f(cell, w) for f, cell, w in zip(justify, row, widths, strict=True)] for row in rows)
-    return [f"  {'  '.join(cells).rstrip()}" for cells in aligned]

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from platform.boundary.redaction import redact_secrets
+from platform.boundary.terminal import align_rows
 from platform.config.extensions import flatten_own_settings
 from platform.config.fields import Config
 from platform.config.groups import AUTO
@@ -21,7 +22,6 @@ from platform.plan.plan_summary import format_number, format_seconds, head_lines
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind, predict_footprints
 from platform.predict.plan_report import (
-    align_rows,
     explain_plan,
     find_error_bar,
     format_tier_sizes,

@@ -229,13 +229,6 @@ def count_messages(mesh: Mesh, axes: Sequence[str], tiers: NetworkTiers, *, from
     return counts
 
 
-def move_axes(mesh: Mesh, axes: Sequence[str], *, outer: bool) -> Mesh:
-    """Return the mesh with `axes` moved outside (slow links) or inside of all others, to compare branch placements."""
-    moved = tuple(pair for pair in mesh.shape if pair[0] in axes)
-    others = tuple(pair for pair in mesh.shape if pair[0] not in axes)
-    return Mesh(moved + others if outer else others + moved)
-
-
 @dataclass(frozen=True)
 class NetworkTiers:
     """Place of every rank in a tree of any depth. `names`: names of the tiers, outer to inner, such as rack, node;

@@ -393,11 +393,6 @@ def is_due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def list_parameter_layers(plan: Plan) -> list[str]:
-    """Return the layers of a whole plan's parameters, in order, named as in the sums of `gradient_squares`."""
-    return list(dict.fromkeys(layer_of_parameter(p.name) for p in plan.parameters))
-
-
 @torch.no_grad()
 def gradient_squares(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> Sums:
     """Return, by layer, the sum of squares of the reduced gradients on this rank, as fp64 scalars; of a gradient that

@@ -9,12 +9,13 @@ from statistics import median_low
 
 import torch
 
+from platform.plan.chunks import layer_of_parameter
 from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import BUBBLE, COMPUTING, DATA, OPTIMIZER, SNAPSHOT, STAGE, waiting_part_name
 from platform.plan.step_collectives import step_collectives
 from platform.runtime.communicator import Communicator
-from platform.runtime.parallel_ops import is_due, list_parameter_layers
+from platform.runtime.parallel_ops import is_due
 from platform.train.rank_parameters import CollectiveBandwidths, compute_rank_ranges
 from platform.train.replies import GAUGES, RankRange, SlowRank, StepReport, Taken
 from platform.train.trainer import SECTIONS
@@ -136,3 +137,8 @@ class ReportCombiner:
                 most = SECTIONS[max(behind, key=lambda i: behind[i])]
                 slow_ranks.append(SlowRank(rank, work[rank] / usual, most))
         return sorted(slow_ranks)
+
+
+def list_parameter_layers(plan: Plan) -> list[str]:
+    """Return the layers of a whole plan's parameters, in order, named as in the sums of `gradient_squares`."""
+    return list(dict.fromkeys(layer_of_parameter(p.name) for p in plan.parameters))

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from platform.plan.layout import Mesh
+from platform.plan.layout import Mesh, move_axes
 from platform.plan.step_collectives import communication, step_collectives
 from platform.predict.make_plan import make_plan
-from platform.predict.tier_traffic import NetworkTiers, count_messages, iterate_transfers, move_axes, tier_traffic
+from platform.predict.tier_traffic import NetworkTiers, count_messages, iterate_transfers, tier_traffic
 from tests.harness.oracle import MODELS, configure, run
 from tests.harness.replayed_bytes import pair_traffic
 
