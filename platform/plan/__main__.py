@@ -128,7 +128,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     def print_prediction_errors(arguments: argparse.Namespace) -> int:
-        """Print the comparison that the command line asks for, as text or JSON; return the exit status."""
+        """Print the comparison of the command `plan compare`, as text or JSON; return the exit status."""
         names = tuple(arguments.constants.split(","))
         refuse_all(f"--constants {n}: unknown; legal: {', '.join(CONSTANTS)}" for n in names if n not in CONSTANTS)
         calibrate, alone = arguments.calibrate or "", arguments.leave_one_out
@@ -165,7 +165,7 @@ def _run_compare_command(argv: Sequence[str]) -> int:
 
 
 def _parse_calibration(text: str) -> str:
-    """Return the share or column of an argument calibrate=SHARE|COLUMN. Raises ArgumentTypeError for another one."""
+    """Parse the argument calibrate=SHARE|COLUMN of `plan compare`. Raises ArgumentTypeError for another one."""
     key, _, value = text.partition("=")
     if key != "calibrate" or not value:
         raise argparse.ArgumentTypeError("must be calibrate=SHARE, such as 0.5, or calibrate=COLUMN")
@@ -188,7 +188,7 @@ def _run_calibrate_command(argv: Sequence[str]) -> int:
 
 
 def _write_hardware(arguments: argparse.Namespace) -> int:
-    """Measure, for the command line, and write the file; return the exit status."""
+    """Measure workers for `python -m platform.plan calibrate`, and write its file; return the exit status."""
     from platform.cluster import calibration_run
     from platform.cluster.crew import torchrun
     from platform.cluster.crew.failures import WorkerFailed
@@ -225,7 +225,7 @@ def _write_hardware(arguments: argparse.Namespace) -> int:
 
 
 def _require_writable_output(output: Path, overwrite: bool) -> None:
-    """Raise ConfigError for a file that cannot be written, or is not to be, before anything is measured."""
+    """Raise ConfigError for an --output that `plan calibrate` cannot or is not to write, before it measures."""
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError("--output", output, f"must end in .yaml, as {output.stem}.yaml")
     if output.exists() and not overwrite:
@@ -237,17 +237,17 @@ def _require_writable_output(output: Path, overwrite: bool) -> None:
 
 
 def _hardware_unless_guessed(hardware: Hardware, arguments: argparse.Namespace, config: Config) -> Hardware | None:
-    """Return the hardware of a plan if the command line or the configuration names it, and it is no guess."""
+    """Return the `hardware` of a plan command if its arguments or the configuration name it, so that it is no guess."""
     return hardware if arguments.hardware or config.cluster.gpu else None
 
 
 def _default_tiers(hardware: Hardware | None) -> dict[str, int]:
-    """Return the tiers of a plan where none are given: nodes as the `hardware` has them, or of 8 workers."""
+    """Return --tiers of the plan command where none are given: nodes as the `hardware` has them, or of 8 workers."""
     return {"node": hardware.ranks if hardware else 8}
 
 
 def _parse_tiers(text: str) -> dict[str, int]:
-    """Read the option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for an illegal text."""
+    """Read the plan command's option --tiers, such as node=8,rack=32. Raises ArgumentTypeError for an illegal text."""
     try:
         sizes = {name: int(count) for name, count in (pair.split("=") for pair in text.split(","))}
         NetworkTiers.build_tiers(sizes, 0)
@@ -265,7 +265,7 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
 
 
 def _violations_of_numbers(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yield a refusal line for each number of the command line with which there is no plan."""
+    """Yield a refusal line for each number of the plan command's arguments with which there is no plan."""
     bounds = {"workers": (1, WORKERS), "tokens": (1, MOST_TOKENS), "memory": (LEAST_MEMORY, inf)}
     for name, (least, most) in bounds.items():
         number = getattr(arguments, name)
@@ -275,8 +275,8 @@ def _violations_of_numbers(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _print_requested_view(arguments: argparse.Namespace) -> int:
-    """Print the explanation as text or JSON, or with `--shrink` the plans for fewer and fewer workers, with `--check`
-    mistakes, with `--diff` what differs between two plans; return the exit status."""
+    """Print the explanation of a plan as text or JSON, or with `--shrink` the plans for fewer and fewer workers, with
+    `--check` mistakes, with `--diff` what differs between two plans; return the exit status."""
     if arguments.diff:
         return _print_differing_predictions(arguments)
     config, plan = _compose_plan(arguments, arguments.overrides)
@@ -310,7 +310,7 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
 
 
 def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
-    """Return the configuration that overrides give, with its open keys chosen, and its plan."""
+    """Return the configuration that the plan command's overrides give, with its open keys chosen, and its plan."""
     config = _compose_config(arguments, overrides, lambda line: print_line(line, sys.stderr))
     sizes_are_set = config.parallel.data != -1 and not config.plan.search
     if config.plan.search:
@@ -323,7 +323,7 @@ def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tu
 
 
 def _refuse_workers(config: Config, plan: Plan, workers: int) -> NoReturn:
-    """Raise ConfigError for another number of workers than the plan has, all sizes of which are set."""
+    """Raise ConfigError for --workers of the plan command that are not the plan's, all sizes of which are set."""
     filled = replace(config, parallel=replace(config.parallel, data=-1))
     legal = [plan.mesh.world_size, *([] if list_refusals(filled, workers) else ["parallel.data=-1"])]
     constraint = f"all sizes of the plan are set, for {plan.mesh}; plan.search=[all] seeks one for {workers}"
@@ -331,7 +331,7 @@ def _refuse_workers(config: Config, plan: Plan, workers: int) -> NoReturn:
 
 
 def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str], say: Say = lambda _: None) -> Config:
-    """Return the configuration of overrides, on the hardware of the command line, if any, which plans for its kind of
+    """Return the configuration of the plan command's overrides, on its --hardware, if any, which plans for its kind of
     device; `say`: gets notes."""
     config = compose_config(overrides, arguments.config_dir, say=say)
     if arguments.hardware:
@@ -358,7 +358,8 @@ def _print_differing_predictions(arguments: argparse.Namespace) -> int:
 
 
 def _explain_diff_argument(arguments: argparse.Namespace, argument: str) -> Any:
-    """Return the explanation of one plan of `--diff`, from a file or from overrides beside the common ones."""
+    """Return the explanation of one plan of the plan command's `--diff`, from a file or from overrides beside the
+    common ones."""
     if not argument.endswith(".json"):
         with refuse_failures("--diff", argument, ValueError):  # a quotation that does not end
             typed = shlex.split(argument)
@@ -375,8 +376,8 @@ def _explain_diff_argument(arguments: argparse.Namespace, argument: str) -> Any:
 
 
 def _choose_open_keys(config: Config, arguments: argparse.Namespace) -> None:
-    """Choose the open keys of a configuration, in place, for --workers; print the choice or, as plan.top says, the best
-    plans."""
+    """Choose the open keys of the plan command's configuration, in place, for --workers; print the choice or, as
+    plan.top says, the best plans."""
     from platform.predict.search import choose_plan, format_choice, format_ranking
 
     if not arguments.workers:
@@ -404,8 +405,8 @@ def _print_unsound_parts(plan: Plan, as_json: bool) -> int:
 
 
 def _choose_hardware(name: str | None, config: Config) -> Hardware:
-    """Return the hardware `name`, or the usual one of the configuration. Raises ConfigError for an unknown `name`, and
-    for hardware without a speed in the run's precision."""
+    """Return the --hardware `name` of the plan command, or the usual one of its configuration. Raises ConfigError for
+    an unknown `name`, and for hardware without a speed in the run's precision."""
     if not name:
         return choose_pricing_hardware(config)
     hardware = read_hardware(name)
@@ -416,8 +417,9 @@ def _choose_hardware(name: str | None, config: Config) -> Hardware:
 
 
 def _format_shrinking_plans(config: Config, memory: float, as_json: bool) -> Iterator[str]:
-    """Yield one printable line, text or JSON, per plan that the run would have as it loses workers one by one. A plan
-    holds from its own number of workers down to one more than the next line has; `memory`: bytes per worker."""
+    """Yield the plan command's lines for --shrink, text or JSON: one per plan that the run would have as it loses
+    workers one by one. A plan holds from its own number of workers down to one more than the next line has; `memory`:
+    bytes per worker."""
     from platform.predict.replan import iterate_shrinking
 
     if not as_json:

@@ -36,20 +36,20 @@ class RecordableModel(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Return the global size of every dim of the model's tensors, by name."""
+        """Return the global size of every dim of the tensors of the model to plan, by name."""
 
     def parameters(self) -> Sequence[Parameter]:
-        """Return the declarations of all parameters of the model."""
+        """Return the declarations of all parameters of the model to plan."""
 
     @property
     def inputs(self) -> Sequence[str]:  # names of the data tensors that a forward pass takes
-        """Return the names of the data tensors that a forward pass of the model takes."""
+        """Return the names of the data tensors that a forward pass of the model to plan takes."""
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
-        """Return the loss of the model on data tensors by name, computed by `ops`."""
+        """Run the model to plan on data tensors by name, by recording or computing `ops`; return its loss."""
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> dict:
-        """Run some units of the model on the activations `flow` by name; return those for the next part."""
+        """Run the units of one chunk of the planned model on the activations `flow`; return those for the next one."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RecordedChunk(NamedTuple):
     sends: FlowSpecs = ()
 
     def build_chunk(self, number: int, stage: int, operations: Mapping[tuple[str, str], PlannedOperation]) -> Chunk:
-        """Return the planned `Chunk` of this recorded part of a model, with its number, stage and own `operations`."""
+        """Return the plan's `Chunk` of this recorded part of a model: of a number, a stage and planned `operations`."""
         planned = {(o.kind, o.name): operations[o.kind, o.name] for o in self.ops.operations}
         spans: list[dict[str, None]] = [{} for _ in range(self.ops.span + 1)]
         for span, operation in zip(self.ops.spans, self.ops.operations, strict=True):

@@ -102,31 +102,31 @@ class ParameterPrefetcher(Generic[T]):
         self._backward = _GatherOrder.plan_order(products, within_span=stops_at_spans or recomputes_blocks, on=on)
 
     def __contains__(self, use: Use) -> bool:
-        """Return True if collectives convert parameters for this `use`, an operation or a group of its einsums."""
+        """Return True if the plan has collectives convert parameters for `use`, an operation or group of einsums."""
         return use in self._converted
 
     def begin_pass(self) -> list[T]:
-        """Begin a forward pass: return, and forget, the parameter gathers of the pass before that were never used."""
+        """Begin a forward pass of the planned order of gathers; return, and forget, gathers that were never used."""
         unused = [gather for gathers in self._coming.values() for gather in gathers]
         self._coming.clear()
         return unused
 
     def take_parameters(self, use: Use, in_backward: bool = False) -> list[T]:
-        """Return the converted parameters for a `use` that is due, in flight since an earlier matrix product or started
-        now. `in_backward`: True in the backward pass."""
+        """Return the parameters that the plan converts for a `use` that is due, in flight since an earlier matrix
+        product or started now. `in_backward`: True in the backward pass."""
         self._start_gathers(self._order_of_pass(in_backward).together[use], in_backward)
         return self._coming.pop((use, in_backward))
 
     def start_next_gathers(self, use: Use, in_backward: bool = False) -> None:
-        """Start the parameter gathers to overlap with the matrix product of `use`, whose own operands have arrived."""
+        """Start the gathers that are planned beside the matrix product of `use`, whose own operands have arrived."""
         self._start_gathers(self._order_of_pass(in_backward).then.get(use, ()), in_backward)
 
     def _order_of_pass(self, in_backward: bool) -> _GatherOrder:
-        """Return the order of parameter gathers for the backward pass, a recomputed stretch, or the forward pass."""
+        """Return the plan's order of gathers for the backward pass, a recomputed stretch, or the forward pass."""
         return self._backward if in_backward else self._within if self.again else self._forward
 
     def _start_gathers(self, uses: Sequence[Use], in_backward: bool) -> None:
-        """Start the gathers of parameters for `uses`, unless in flight; `in_backward`: True in the backward pass."""
+        """Start the planned gathers of parameters for `uses`, unless in flight; `in_backward`: in the backward pass."""
         for use in uses:
             if (use, in_backward) not in self._coming:
                 self._coming[use, in_backward] = [self._start(p, conversion) for p, conversion in self._converted[use]]

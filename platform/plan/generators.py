@@ -184,7 +184,7 @@ def nearest_legal_microbatches(
     (`generate`)."""
 
     def is_legal(m: int) -> bool:
-        """Return True if the pipeline schedule can be generated for `m` microbatches."""
+        """Return True if the generator of the pipeline schedule has a table of actions for `m` microbatches."""
         try:
             generate(kind, stages, chunks, m, generator)
         except ScheduleError:

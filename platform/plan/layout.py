@@ -323,7 +323,7 @@ def _group_offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 
 @cache
 def _find_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the ranks of a mesh that differ from `rank` along `axes` alone, itself included."""
+    """Return the process group of a `rank` of a mesh: all ranks that differ from it along `axes` alone, with itself."""
     coordinates = mesh.rank_coordinates(rank)
     first = rank - sum(coordinates[axis] * mesh._axis_strides[axis] for axis in axes)
     return tuple(first + offset for offset in _group_offsets(mesh, axes))
@@ -340,7 +340,7 @@ BLOCK, LEAST = 1024, 128  # rows, and columns, of a mask or of scores that are m
 
 
 def mask_sharing_limit(device: str) -> int:
-    """Return how many positions documents have at most that share a mask, on a kind of device (cpu, cuda)."""
+    """Return how many positions documents have at most that share a mask in a plan, on a kind of device (cpu, cuda)."""
     return LEAST if device == "cpu" else BLOCK  # a launch costs a GPU as much as many scores
 
 
@@ -372,7 +372,7 @@ class Pair(NamedTuple):
 
     @property
     def score_count(self) -> int:
-        """Return how many scores this pair of an attention takes: in its sequences, or in each of the batch."""
+        """Return how many scores this pair of an attention's blocks takes: in its sequences, or each of the batch."""
         n = self.rows.size
         per_sequence = n * (n + 1) // 2 if self.relation == DIAGONAL else n * self.columns.size
         return per_sequence * self.sequences.size if self.sequences else per_sequence
@@ -387,11 +387,11 @@ def pair_queries_with_keys(
     block: int = 0,
     document_starts: tuple[int, int] = (0, 0),
 ) -> list[Pair]:
-    """Return the pairs in which queries see keys. `queries`, `keys`: the global positions of two blocks, in their order
-    in the block. With a `window`, a query sees so many keys, itself included, and is `causal`. `block`: the most rows,
-    and columns, of a pair, for masks and scores that have to be made, 0 for any number; `halved_row_counts`: numbers of
-    rows with which a kernel is slower on a DIAGONAL one than on its parts. `document_starts`: positions at which the
-    first and the last of the queries' documents begin."""
+    """Plan the pairs in which queries see keys, from where blocks lie. `queries`, `keys`: the global positions of two
+    blocks of a layout, in their order in the block. With a `window`, a query sees so many keys, itself included, and is
+    `causal`. `block`: the most rows, and columns, of a pair, for masks and scores that have to be made, 0 for any
+    number; `halved_row_counts`: numbers of rows with which a kernel is slower on a DIAGONAL one than on its parts.
+    `document_starts`: positions at which the first and the last of the queries' documents begin."""
     rows, columns = place_stretches(queries), place_stretches(keys)
     ahead = all(one.end <= other.first for one, other in zip(queries, queries[1:], strict=False))
     if causal and list(queries) == list(keys) and ahead and not (block or window or document_starts[1]):
@@ -423,8 +423,8 @@ def pair_queries_with_keys(
 
 
 def _halve_diagonals(pair: Pair, halves: range) -> Iterator[Pair]:
-    """Yield a pair, its diagonal cut while the number of its rows is in `halves`: two halves of it, and the WHOLE
-    square of the later queries and the earlier keys."""
+    """Yield a pair of planned blocks of an attention, its diagonal cut while the number of its rows is in `halves`: two
+    halves of it, and the WHOLE square of the later queries and the earlier keys."""
     (row, size), column = pair.rows, pair.columns.first
     if pair.relation != DIAGONAL or size not in halves:
         yield pair
@@ -439,7 +439,7 @@ def _halve_diagonals(pair: Pair, halves: range) -> Iterator[Pair]:
 
 
 def place_stretches(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:
-    """Return stretches of positions with the place in a block at which each begins."""
+    """Return stretches of positions, each with the place in a layout's block at which it begins."""
     offset, placements = 0, []
     for stretch in stretches:
         placements.append((offset, stretch))
@@ -448,28 +448,29 @@ def place_stretches(stretches: Sequence[Stretch]) -> list[tuple[int, Stretch]]:
 
 
 def _cut_into_blocks(offset: int, stretch: Stretch, block: int) -> Iterator[tuple[int, Stretch]]:
-    """Yield a placed stretch in pieces of at most `block` positions."""
+    """Yield a stretch, placed in a layout's block, in pieces of at most `block` positions."""
     for done in range(0, stretch.size, block):
         yield offset + done, Stretch(stretch.first + done, min(block, stretch.size - done))
 
 
 def _cut_at_borders(offset: int, stretch: Stretch, borders: Sequence[int]) -> Iterator[tuple[int, Stretch]]:
-    """Yield a placed stretch, cut at the `borders` within it, which are in order."""
+    """Yield a stretch, placed in a layout's block, cut at the `borders` within it, which are in order."""
     ends = [p for p in borders if stretch.first < p < stretch.end]
     for first, end in zip([stretch.first, *ends], [*ends, stretch.end], strict=True):
         yield offset + first - stretch.first, Stretch(first, end - first)
 
 
 def _classify_mask_of_stretches(q: Stretch, k: Stretch, causal: bool, common_start: int) -> str:
-    """Return what queries at `q` see of keys at `k`, each of which one sees; all see those behind, from `common_start`
-    on."""
+    """Return the relation in a plan of queries at `q` to keys at `k`, each of which one sees; all see those behind,
+    from `common_start` on."""
     if not causal or (k.end <= q.first + 1 and k.first >= common_start):
         return WHOLE
     return DIAGONAL if k == q and k.first >= common_start else MASKED
 
 
 def _merge_neighbours(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return pairs with neighbours in a block made one, where every query sees every key: along keys, then queries."""
+    """Return planned pairs with neighbours in a layout's block made one, where all is seen: along keys, then
+    queries."""
     merged: list[Pair] = []
     for pair in pairs:
         before = merged[-1] if merged else None
@@ -489,18 +490,18 @@ def _merge_neighbours(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _can_merge(before: Pair, pair: Pair, ahead: Stretch, behind: Stretch) -> bool:
-    """Return True if two pairs of an attention are WHOLE, and the second's stretch follows the first's in a block."""
+    """Return True if two planned pairs are WHOLE, and the second's stretch follows the first's in a layout's block."""
     return before.relation == pair.relation == WHOLE and ahead.end == behind.first
 
 
 def find_divisors(n: int) -> list[int]:
-    """Return the divisors of n >= 1, ascending, in O(sqrt n)."""
+    """Return the divisors of n >= 1, such as the sizes of mesh axes that split a dim of size n, ascending."""
     low = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
     return [*low, *(n // k for k in reversed(low) if k * k != n)]
 
 
 def find_factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write n as an ordered product of `factors` numbers, in lexicographic order."""
+    """Yield every mesh shape of n ranks: n as an ordered product of `factors` sizes, in lexicographic order."""
     if factors < 2:
         yield from [(n,)] if factors else []
         return
@@ -509,6 +510,6 @@ def find_factorizations(n: int, factors: int) -> Iterator[tuple[int, ...]]:
 
 
 def format_count(number: int, noun: str, form: str = "") -> str:
-    """Format a number, by the format specification `form`, with its noun, in the plural unless it is 1: "2 GPUs"."""
+    """Format a number, such as of a plan's ranks, by the specification `form`, with its noun: "2 GPUs", "1 GPU"."""
     plural = "es" if noun.endswith(("ch", "s")) else "s"
     return f"{number:{form}} {noun}" + ("" if number == 1 else plural)

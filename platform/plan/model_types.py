@@ -158,13 +158,13 @@ NO_RECOMPUTATION = Recompute()
 
 
 def scores_spec(query: Spec, key: Spec) -> Spec:
-    """Return the type [batch heads length memory_length] of attention scores of queries and keys [.. length ..]."""
+    """Return the activation type [batch heads length memory_length] of scores, by the types of queries and keys."""
     sizes = (*query.sizes, *key.rename_dim("length", "memory_length").sizes)
     return Spec(query.region, ("batch", "heads", "length", "memory_length"), sizes)
 
 
 def resize_dim(spec: Spec, dim: str, size: int) -> Spec:
-    """Return the type of an activation with another size of a dim, such as the length of all keys in a cache."""
+    """Return the activation type with another size of a dim, such as the length of all keys in a cache."""
     return replace(spec, sizes=(*(pair for pair in spec.sizes if pair[0] != dim), (dim, size)))
 
 
@@ -270,7 +270,7 @@ class AttentionTraits:
 
     @property
     def has_wide_dtype(self) -> bool:
-        """Return True if the attention computes in a type of more than 16 bits."""
+        """Return True if a plan computes the attention in a type of more than 16 bits."""
         return self.precision in ("fp32", "fp64")
 
 
@@ -299,14 +299,14 @@ _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object],
 
 
 def reason_against_kernel(kernel: str, device: str, traits: AttentionTraits) -> str:
-    """Return why a kernel cannot compute an attention on a kind of device (cpu, cuda), as a predicate; "" if it can, as
-    `auto` and `math` always do."""
+    """Return why a plan cannot have a kernel compute an attention on a kind of device (cpu, cuda), as a predicate; ""
+    if it can, as `auto` and `math` always do."""
     rules = ((refuses, why) for kernels, where, refuses, why in _REFUSED if kernel in kernels and where == device)
     return next((why for refuses, why in rules if refuses(traits)), "")
 
 
 def resolve_auto_kernel(kernel: str, device: str, traits: AttentionTraits) -> str:
-    """Return the kernel that computes an attention on a kind of device: the named one, or torch's under `auto`."""
+    """Return the kernel that a plan has for an attention on a kind of device: the named one, torch's under `auto`."""
     if kernel != AUTO:
         return kernel
     return next((k for k in PREFERRED[device] if not reason_against_kernel(k, device, traits)), MATH)

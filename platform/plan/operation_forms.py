@@ -332,7 +332,7 @@ def _ring_attention_forms(plan: Plan, planned: PlannedOperation) -> Iterator[For
 
 
 def _count_key_value_elements(plan: Plan, name: str, keys_or_values: Spec | Parameter) -> int:
-    """Return the elements of a rank's keys or values in the attention `name`, of KV heads if it has whole groups."""
+    """Return the elements of keys or values that a plan gives a rank of attention, of KV heads if in whole groups."""
     elements = prod(plan.local_shape(keys_or_values))
     if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))):
         return elements

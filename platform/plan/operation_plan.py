@@ -94,24 +94,24 @@ class EinsumGroup:
 
     @property
     def has_wide_dtype(self) -> bool:
-        """Return True if the group's products are computed in the type of statistics, as the types of results say."""
+        """Return True if the plan has this group's products computed in the type of statistics, by types of results."""
         return self.einsums[0].output.dtype == "accumulate"
 
     @property
     def x_dims(self) -> tuple[str, ...]:
-        """Return the dims of x, the first operand that all einsums of the group share."""
+        """Return the dims of x, the first operand that all einsums of this group of the plan share."""
         return self.einsums[0].x_dims
 
     @cached_property
     def is_local(self) -> bool:
-        """Return True if no operand or result of this einsum group is converted or broadcast, so that it is local."""
+        """Return True if the plan converts or broadcasts no operand or result of this group of einsums: it is local."""
         conversions = [self.x, *(c for e in self.einsums for c in (e.operand, e.output))]
         return not self.panels and not any(c.forward or c.backward for c in conversions)
 
     @cached_property
     def can_join_operands(self) -> bool:
         """Return True if operands that lie one after another in memory are one matrix [.., contracted], and the results
-        parts of its product with x: no operand or result is converted."""
+        parts of its product with x: the plan converts no operand or result."""
         ends = (c for e in self.einsums for c in (e.operand, e.output))
         straight = all(e.x_dims[-1] == e.dims[-1] and e.out_dims == e.x_dims[:-1] + e.dims[:-1] for e in self.einsums)
         plain = len(self.einsums) > 1 and straight and not self.panels and not self.has_wide_dtype
@@ -125,7 +125,7 @@ REBUILT_FROM = 4096
 
 
 def rebuilds_inputs(sizes: Mapping[str, int]) -> bool:
-    """Return True if products of a model of such `sizes` make their inputs again rather than keep them."""
+    """Return True if a plan of a model of such `sizes` has products make their inputs again rather than keep them."""
     return sizes.get("d_model", 0) >= REBUILT_FROM
 
 
@@ -231,18 +231,18 @@ class OffloadedActivation(Generic[T]):
     pass, which the backward pass needs next, and which so travels while this one's block is computed."""
 
     def __init__(self, fetch: Callable[[], T], before: OffloadedActivation[T] | None):
-        """Construct the place of an activation that has left for host memory; arguments as in the class."""
+        """Construct the place of an activation that the plan keeps in host memory; arguments as in the class."""
         self._fetch: Callable[[], T] | None = fetch
         self._before, self._coming = before, list[T]()
 
     def start_fetch(self) -> None:
-        """Start to bring the activation back from host memory, unless it is on its way, or was."""
+        """Start to bring back the activation that the plan keeps in host memory, unless it is on its way, or was."""
         if self._fetch:
             self._coming.append(self._fetch())
             self._fetch = None
 
     def take_back(self) -> T:
-        """Return the activation from host memory, once, and start to bring back that before it."""
+        """Return the activation that the plan kept in host memory, once, and start to bring back the one before it."""
         self.start_fetch()
         if self._before:
             self._before.start_fetch()
@@ -257,7 +257,7 @@ _KEPT = 2**31  # logits, from which on they are not kept in 16 bits: 4 GB
 
 
 def loss_chunk_rows(rows: int, columns: int) -> int:
-    """Return how many of `rows` tokens one chunk of the loss has, if a rank has `columns` entries of vocab."""
+    """Return how many of `rows` tokens a plan has in one chunk of the loss, if a rank has `columns` of vocab."""
     return max(1, min(rows, max(_ELEMENTS // columns, min(-(-rows // _CHUNKS), _LARGEST // columns))))
 
 
@@ -265,8 +265,8 @@ def computes_gradients_in_forward(
     product: PlannedOperation, loss: PlannedOperation, rows: int, columns: int, width: int, wide: bool
 ) -> bool:
     """Return True if the forward pass of a product and the cross-entropy of its result (`rows` tokens, `columns` of
-    vocab; `width`: contracted elements) computes the gradients of both operands too, chunk by chunk, so that logits
-    never exist as a whole.
+    vocab; `width`: contracted elements) computes the gradients of both operands too, as planned, chunk by chunk, so
+    that logits never exist as a whole.
 
     Else the gradient of the logits is kept, in the compute type: where a split vocab needs the statistics of all ranks
     first, where operands or logits are converted, where the operands' gradients would not be smaller, and where the

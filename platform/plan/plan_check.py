@@ -206,11 +206,11 @@ class PlanWalk:
         return spread
 
     def _count_own_experts(self, spread: Spread, sizes: Sizes) -> int:
-        """Return how many experts of its own a rank has in a `spread` of a tensor of global `sizes`."""
+        """Return how many experts the checked plan gives a rank by a `spread` of a tensor of global `sizes`."""
         return spread.longest_extent("experts", sizes, self._extents)
 
     def _count_cut_unit_elements(self, spread: Spread, sizes: Sizes) -> int:
-        """Return the elements of the most rows that a rank can have."""
+        """Return the elements of the most rows that the checked plan can give a rank."""
         of_token = min(self._plan.sizes["rows"], self._count_own_experts(spread, sizes) + self._plan.scheme.lent)
         without_experts = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
         return of_token * without_experts.count_elements(sizes, self._extents)

@@ -38,7 +38,7 @@ def attention_imbalance(plan: Plan) -> float:
 
 
 def _count_keys_seen(plan: Plan, o: PlannedOperation, at: dict[str, int]) -> int:
-    """Return how many keys all queries of an attention see on the rank at mesh coordinates `at`."""
+    """Return how many keys a plan has all queries of an attention see on the rank at mesh coordinates `at`."""
     queries = plan.stretches_of_rank(o.operation.outputs[0], "length", at)
     keys = o.operation.inputs[OPERATIONS[o.operation.kind].keys_input]
     sizes = plan.planner.tensor_sizes(keys)
@@ -48,10 +48,10 @@ def _count_keys_seen(plan: Plan, o: PlannedOperation, at: dict[str, int]) -> int
 
 
 def count_causal_keys(queries: Stretch, window: int = 0) -> int:
-    """Return how many keys causal queries at consecutive positions see, at most `window` each if not 0."""
+    """Return how many keys a plan's causal queries at consecutive positions see, at most `window` each if not 0."""
 
     def count_keys_before(end: int) -> int:
-        """Return how many keys the queries before position `end` see."""
+        """Return how many keys the queries before position `end` see, as the attention is planned."""
         growing = min(end, window) if window else end
         return growing * (growing + 1) // 2 + (end - growing) * window
 
@@ -150,7 +150,7 @@ def _stage_lines(plan: Plan) -> list[tuple[str, str]]:
         return units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]}"
 
     def stage_line(stage: int) -> tuple[str, str]:
-        """Return the line of one stage."""
+        """Return the line of one stage in a plan's short description."""
         return f"stage {stage}", " | ".join(shorten_units(c.units) for c in plan.chunks if c.stage == stage)
 
     if plan.num_stages == 1:
@@ -198,12 +198,12 @@ STAGE = "stage"
 
 
 def waiting_part_name(axes: str) -> str:
-    """Return the name of the part of a step in which a rank waits for collectives along `axes`, joined by "+"."""
+    """Return the plan's name for the part of a step that waits for collectives along mesh `axes`, joined by "+"."""
     return f"waiting for {axes}"
 
 
 def fold_into_measured_parts(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return predicted parts of a step as measured ones: computing includes `host`, the bubble waiting for `stage`."""
+    """Return a planned step's parts as clocks have them: computing with `host`, the bubble with waits for `stage`."""
     measured = dict(parts)
     measured[COMPUTING] += measured.pop(HOST)
     measured[BUBBLE] += measured.pop(waiting_part_name(STAGE), 0.0)

@@ -133,7 +133,7 @@ def _replica_axes(data: int, zero: int, experts: int) -> dict[str, int]:
 
 
 def region_rules(table: Mapping[str, Rules], name: str) -> Rules:
-    """Return a tensor scheme's map from dims to mesh axes for a region of the model, from its `table` of regions."""
+    """Return a region's layout in a tensor scheme, as a map from dims to mesh axes, from its `table` of regions."""
     if name == "experts" and name not in table:
         wide = {dim: axes for dim, axes in region_rules(table, "mlp").items() if dim not in ("length", "d_model")}
         free = [a for a in region_rules(table, "stream").get("d_model", ()) if a not in wide.get("batch", ())]
@@ -166,7 +166,7 @@ def axes_of_experts(regions: Mapping[str, Rules], branch: Mapping[str, Any], ten
 
 
 def _axes_dividing_experts(rules: Mapping[str, Sequence[str]], tensor_experts: str) -> Sequence[str]:
-    """Return the axes that divide whole experts, where the map of region experts lets them split each one's d_ff."""
+    """Return the axes by which a scheme divides whole experts, where its region experts lets them split d_ff."""
     return rules.get("d_ff", ()) if tensor_experts == "whole" else ()
 
 
@@ -261,12 +261,13 @@ Lent = tuple[tuple[int, ...], ...]  # for each rank of a group, the experts of o
 
 
 def lent_experts(load: Sequence[int], ranks: int, max_lent_per_rank: int) -> Lent:
-    """Return for each of `ranks`, which have the experts in equal blocks, up to `max_lent_per_rank` experts of others
-    that it computes too. `load`: tokens that chose each expert; an expert's are dealt evenly to the ranks that compute
-    it.
+    """Plan the loans of experts: return for each of `ranks`, which have the experts in equal blocks, up to
+    `max_lent_per_rank` experts of others that it computes too. `load`: tokens that chose each expert; an expert's are
+    dealt evenly to the ranks that compute it.
 
     The busiest rank lends its busiest expert to the idlest rank with a free seat, as long as both are then less busy
-    than it was. Example: lent_experts((6, 1, 1, 2), 2, 1) = ((3,), (0,)): 7 and 3 tokens become 5 and 5."""
+    than it was. Example: lent_experts((6, 1, 1, 2), 2, 1) = ((3,), (0,)): 7 and 3 tokens become 5 and 5.
+    """
     block_size = len(load) // ranks
     at = {expert: [expert // block_size] for expert in range(len(load))}
     lent: list[list[int]] = [[] for _ in range(ranks)]
@@ -278,7 +279,7 @@ def lent_experts(load: Sequence[int], ranks: int, max_lent_per_rank: int) -> Len
 
 
 def lent_by_layer(layers: Sequence[str], loads: Sequence[float], scheme: Scheme) -> dict[str, Lent]:
-    """Return `lent_experts` of each of `layers`, of whose loads in a step `loads` has one after another."""
+    """Plan the loans `lent_experts` of each of `layers`, of whose loads in a step `loads` has one after another."""
     experts = len(loads) // len(layers)
     by_layer = (list(map(int, loads[i : i + experts])) for i in range(0, len(loads), experts))
     return {name: lent_experts(load, scheme.experts, scheme.lent) for name, load in zip(layers, by_layer, strict=True)}
@@ -287,8 +288,8 @@ def lent_by_layer(layers: Sequence[str], loads: Sequence[float], scheme: Scheme)
 def _next_loan(
     load: Sequence[int], ranks_by_expert: dict[int, list[int]], free: list[int], ranks: int
 ) -> tuple[int, int] | None:
-    """Return the next expert to lend, and the rank, one of the `free`, that takes it; None if that helps no more.
-    `ranks_by_expert`: the ranks that compute each expert."""
+    """Plan the next loan: return the expert to lend, and the rank, one of the `free`, that takes it; None if that helps
+    no more. `ranks_by_expert`: the ranks that compute each expert."""
     busy = [0.0] * ranks
     for expert, holders in ranks_by_expert.items():
         for rank in holders:
@@ -318,8 +319,8 @@ class ModelMistake(ValueError):
 
 
 def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[str, int]) -> None:
-    """Raise ModelMistake for an unknown region, an unknown dim, or a dim that one tensor has twice, among the inputs
-    and outputs `tensors` of the operation `name` of a model. `sizes`: the model's dims."""
+    """Refuse by ModelMistake what a scheme cannot lay out: an unknown region, an unknown dim, or a dim that one tensor
+    has twice, among the inputs and outputs `tensors` of the operation `name` of a model. `sizes`: the model's dims."""
     for t in tensors:
         if isinstance(t, Spec) and t.region not in REGIONS:
             raise ModelMistake(t.region, f"no such region, in {name}", REGIONS)
@@ -344,8 +345,8 @@ def check_parameters(declared: Sequence[Parameter], model: Any, sizes: Mapping[s
 
 
 def _check_dims(tensor: Spec | Parameter, sizes: Mapping[str, int], whose: str, place: str = "") -> None:
-    """Raise ModelMistake for a dim of `tensor` that has a size neither in the model's `sizes` nor in the tensor's own;
-    `whose` ends the message, `place` is file:line."""
+    """Refuse by ModelMistake a dim of `tensor` that no scheme can lay out, with a size neither in the model's `sizes`
+    nor in the tensor's own; `whose` ends the message, `place` is file:line."""
     for dim in tensor.dims:
         if dim not in sizes and dim not in dict(tensor.sizes):
             raise ModelMistake(dim, f"no such dim, {whose}: the model's sizes have none", sizes, place)
@@ -363,7 +364,7 @@ def check_parameters_used(declared: Sequence[Parameter], used: Iterable[str], mo
 @contextmanager
 def raise_model_mistakes(model: Any) -> Iterator[None]:
     """Raise a ModelMistake with file and line in place of any exception that user code of `model`, from outside this
-    package, raises within the context.
+    package, raises within the context, in which it is made or planned.
 
     Exceptions of this package's own models, ModelMistake and MemoryError pass unchanged.
     """
@@ -385,18 +386,18 @@ def raise_model_mistakes(model: Any) -> Iterator[None]:
 
 
 def _module_of_frame(frame: FrameType) -> str:
-    """Return the name of the module that a stack frame runs in: of a user's model or of this package."""
+    """Return the module of a stack frame in which a plan is made: of a user's model or of this package."""
     return frame.f_globals.get("__name__", "")
 
 
 def _is_own_module(module: str) -> bool:
-    """Return True if a module on the stack belongs to this package, and so is not a user's model."""
+    """Return True if a module that a plan is made in belongs to this package, and so is not a user's model."""
     return module.startswith("platform.") or module == "contextlib"
 
 
 def _find_call_place() -> str:
-    """Return file:line of the statement in a user's model that is being recorded: the innermost frame outside this
-    package, else (a model of this package) outside platform.plan."""
+    """Return file:line of the statement in a user's model that is being recorded for a plan: the innermost frame
+    outside this package, else (a model of this package) outside platform.plan."""
     stack = (frame for frame, _ in walk_stack(sys._getframe(2)))
     frames = list(takewhile(lambda f: _module_of_frame(f) != "platform.plan.chunks", stack))  # the caller of the model
     models = [f for f in frames if not _module_of_frame(f).startswith("platform.plan")]
@@ -405,16 +406,16 @@ def _find_call_place() -> str:
 
 
 def definition_place(model: Any) -> str:
-    """Return file:line of a model class's `parameters` method for error messages; the class's name without one."""
+    """Return file:line of the `parameters` of a model that cannot be planned, for the error, or its class's name."""
     code = getattr(getattr(type(model), "parameters", None), "__code__", None)
     return f"{_shorten_path(code.co_filename)}:{code.co_firstlineno}" if code else type(model).__name__
 
 
 def _format_place(frame: FrameType, line: int) -> str:
-    """Return file:line of a line in a user's model, for a ModelMistake."""
+    """Return file:line of a line in a user's model that cannot be planned, for a ModelMistake."""
     return f"{_shorten_path(frame.f_code.co_filename)}:{line}"
 
 
 def _shorten_path(path: str) -> str:
-    """Return a source file's path for a ModelMistake: absolute or relative, the shorter of the two."""
+    """Return the path of a model that cannot be planned, for a ModelMistake: absolute or relative, the shorter one."""
     return min(path, os.path.relpath(path), key=len)

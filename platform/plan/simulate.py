@@ -101,7 +101,7 @@ def compute_makespan(schedule: Schedule, seconds: Callable[[int, Action], float]
 
 
 def _last_end(spans: Sequence[Sequence[Span]]) -> float:
-    """Return when the last action ends."""
+    """Return when the last action of a simulated schedule ends."""
     return max((row[-1][1] for row in spans if row), default=0.0)
 
 
@@ -142,7 +142,7 @@ def _waits_by_row(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...]
     first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
 
     def number_result(tensor: Tensor) -> int:
-        """Return the number of a result."""
+        """Return the number of a result of an action of the schedule."""
         which, chunk, microbatch = tensor
         return (first[which] + chunk) * n + microbatch
 
@@ -278,7 +278,7 @@ class StageRows:
     steps: tuple[tuple[Action, ...], ...]
 
     def row_of_step(self, microbatches: int) -> tuple[Action, ...]:
-        """Return this stage's schedule row for a training step of so many microbatches, the shortest with room."""
+        """Return this stage's row of the schedule for a step of so many microbatches, the shortest with room."""
         return next(row for row in self.steps if any(a.microbatch + 1 >= microbatches for a in row))
 
     def encode_rows(self) -> list[list[list[int]]]:
@@ -339,7 +339,7 @@ class StageMessages:
 
 
 def makespan_over_links(messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]) -> float:
-    """Return the seconds of a schedule's step, given the seconds of (stage, action)."""
+    """Return the seconds of a schedule's step, simulated over the stages' links, from seconds of (stage, action)."""
     return _LinkSimulation(messages, schedule, seconds).run_step()
 
 
@@ -368,7 +368,7 @@ class _LinkSimulation:
     """Step of a schedule as it is simulated, from one end of a computation or message to the next."""
 
     def __init__(self, messages: StageMessages, schedule: Schedule, seconds: Callable[[int, Action], float]):
-        """Begin a step."""
+        """Begin the simulation of one step of a `schedule`, with messages over the stages' links."""
         self.messages, self.seconds, self.total = messages, seconds, schedule.total_chunks
         self.rows = [_tasks_of_row(row, messages.early) for row in lower_schedule(schedule)]
         stages = range(len(self.rows))
@@ -379,7 +379,7 @@ class _LinkSimulation:
         self.moving: list[_Message] = []
 
     def run_step(self) -> float:
-        """Run the step; return its seconds."""
+        """Simulate the schedule's step to its end; return its seconds."""
         last = 0.0
         for stage in range(len(self.rows)):
             self._begin_task(stage)
@@ -406,7 +406,7 @@ class _LinkSimulation:
                 self._begin_task(stage)
 
     def _begin_task(self, stage: int) -> None:
-        """Begin a stage's next computation if what it needs is there."""
+        """Begin the next computation in a stage's simulated row if what it needs is there."""
         row, results = self.rows[stage], self.there[stage]
         while self.ends[stage] == NEVER and self.at[stage] < len(row):
             task = row[self.at[stage]]
@@ -420,7 +420,7 @@ class _LinkSimulation:
             self.ends[stage] = self.now + self.seconds(stage, task.action)
 
     def _end_task(self, stage: int) -> None:
-        """End a stage's computation: its result is there, and is sent."""
+        """End a computation in a stage's simulated row of the schedule: its result is there, and is sent."""
         task = self.rows[stage][self.at[stage]]
         assert task.action is not None
         self.there[stage].add(result_of_action(task.action))
@@ -430,7 +430,7 @@ class _LinkSimulation:
         self.ends[stage] = NEVER
 
     def _start_messages(self) -> None:
-        """Start the messages whose receives are posted, one for each pair of stages, in the order of their sends."""
+        """Start the simulated messages whose receives are posted, one per pair of stages, in order of their sends."""
         pairs = {(m.source, m.sink) for m in self.moving}
         stay = []
         for m in self.waiting:
@@ -442,7 +442,7 @@ class _LinkSimulation:
         self.waiting = stay
 
     def _speeds_of_messages(self) -> list[float]:
-        """Return the share of its speed alone at which each message under way goes."""
+        """Return the share of its speed alone at which each simulated message under way goes."""
         link = self.messages.link
         out, into = Counter(link(m.source) for m in self.moving), Counter(link(m.sink) for m in self.moving)
         return [1 / max(out[link(m.source)], into[link(m.sink)]) for m in self.moving]

@@ -65,13 +65,13 @@ def factor_sum_sizes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def matrix_sides(plan: Plan, p: Parameter) -> tuple[int, int]:
-    """Return how many rows, and how many columns, all matrices of a parameter have together."""
+    """Return how many rows, and how many columns, the plan has of all matrices of a parameter together."""
     number, rows, columns = p.shape_as_matrices(plan.global_shape(p))
     return number * rows, number * columns
 
 
 def summing_axes(plan: Plan) -> tuple[str, ...]:
-    """Return the mesh axes over which an Adafactor update sums: all but `stage` that have more than one rank."""
+    """Return the mesh axes over which the plan sums for Adafactor: all but `stage` that have more than one rank."""
     return plan.mesh.order_axes(a for a, n in plan.mesh.axes.items() if n > 1 and a != "stage")
 
 
@@ -255,7 +255,7 @@ def count_kernels(plan: Plan) -> dict[str, int]:
 
 
 def attention_traits(plan: Plan, fused: PlannedOperation, rate: float, deterministic: bool = False) -> AttentionTraits:
-    """Return the traits of a fused attention of the plan that decide which kernels can compute it. `rate`: the
+    """Return the traits that a plan gives a fused attention, which decide which kernels can compute it. `rate`: the
     model's dropout rate; `deterministic`: sums are to be taken in a fixed order."""
     operation = fused.operation
     query, _, value = operation.inputs[:3]
@@ -273,7 +273,7 @@ def attention_traits(plan: Plan, fused: PlannedOperation, rate: float, determini
 
 
 def _has_grouped_heads(plan: Plan, name: str) -> bool:
-    """Return True if the kernel of the fused attention `name` gets K and V with fewer heads than Q on every rank."""
+    """Return True if the plan gives the kernel of attention `name` fewer heads of K and V than of Q on every rank."""
     if not (expanded := plan.operations.get((Ops.expand_kv.kind, f"{name}.key"))) or not expanded.operation["grouped"]:
         return False
     kv_spec, heads_spec = expanded.operation.inputs[0], expanded.operation.outputs[0]
@@ -285,12 +285,12 @@ def _has_grouped_heads(plan: Plan, name: str) -> bool:
 
 
 def may_compile(choice: str, device: str) -> bool:
-    """Return True if train.compile=`choice` wants functions of tensors compiled by torch on `device` (cpu, cuda)."""
+    """Return True if plans for `device` (cpu, cuda) have functions of tensors compiled, by train.compile=`choice`."""
     return choice == "on" or (choice == "auto" and device == "cuda")
 
 
 def compiles_whole_blocks(plan: Plan, device: str, dropout: float, *, splits_weight_gradients: bool) -> bool:
-    """Return True if a rank that compiles runs each block of a stage's `plan` as one function in training: no
+    """Return True if by a stage's `plan` each block can be compiled, and is run as one function in training: no
     collective lies inside it, it reads nothing that differs between passes, and no part of it is computed again or
     apart. `dropout`: the model's rate."""
     alone = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
@@ -303,18 +303,18 @@ def compiles_whole_blocks(plan: Plan, device: str, dropout: float, *, splits_wei
 
 
 def _may_attend_pair_by_pair(plan: Plan, attention: PlannedOperation, device: str) -> bool:
-    """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
+    """Return True if a plan may compute an attention by pairs of queries and keys, which no compiler traces."""
     query = attention.operation.inputs[0]
     length = dict(zip(query.dims, plan.local_shape(query), strict=True)).get("length", 0)
     return hides_most(device, length, attention.operation["window"], documents=False)
 
 
 def resolve_auto_kernels(plan: Plan, device: str, dropout: float) -> Plan:
-    """Return the plan as it runs on a kind of device (cpu, cuda): each kernel `auto` is the one that torch chooses.
+    """Return the plan settled for a kind of device (cpu, cuda): each kernel `auto` is the one that torch chooses.
     `dropout`: the model's rate."""
 
     def settle_kernel(planned: PlannedOperation) -> PlannedOperation:
-        """Return the planned operation with the name of the kernel that computes it, if it is a fused attention."""
+        """Return the planned operation with the kernel that computes it in the plan, if it is a fused attention."""
         operation = planned.operation
         if not OPERATIONS[operation.kind].chooses_kernel:
             return planned
