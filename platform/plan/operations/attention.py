@@ -97,7 +97,7 @@ class KeyValueCache:
     first: dict[str, int] = field(default_factory=dict)
 
     def reorder_sequences(self, rows: Any) -> None:
-        """Let sequence i go on from the cached keys and values of sequence `rows[i]`, which lie on the same ranks."""
+        """Let attention operations go on in sequence i from the cached keys of sequence `rows[i]` on the same ranks."""
         for name, first in self.first.items():
             k, v = self.blocks[name]
             mine = (rows[first : first + k.shape[1]] - first).to(k.device)
@@ -300,12 +300,12 @@ class AttentionBlock:
 
     @property
     def score_row_count(self) -> int:
-        """Return the number of rows of scores in a worker's block of the attention: one per query and head."""
+        """Return the rows of scores that an attention operation has in a worker's block: one per query and head."""
         return self.batch * self.heads * self.length
 
     @property
     def score_count(self) -> int:
-        """Return the number of attention scores in a worker's block."""
+        """Return the number of scores that an attention operation has in a worker's block."""
         return self.score_row_count * self.memory_length
 
 

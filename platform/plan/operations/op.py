@@ -159,9 +159,9 @@ def assemble_plan(
     statistics: Sequence[Collective] = (),
     **more: Any,
 ) -> PlannedOperation:
-    """Assemble the plan of an operation that computes in `layout`: the collectives of its `conversions`, then those
-    that merge its `statistics` (such as the maximum of a softmax) over ranks. `more`: values of further fields of
-    PlannedOperation, by name."""
+    """Assemble what an operation of a model plans for itself to compute in `layout`: the collectives of its
+    `conversions`, then the ones that merge its `statistics` (such as the maximum of a softmax) over ranks. `more`:
+    values of further fields of PlannedOperation, by name."""
     collectives = [c for conversion in conversions for c in planner.collectives_of_conversion(conversion)]
     placement = {"compute_axes": layout.axes, "only": layout.only, **more}
     return PlannedOperation(operation, (*collectives, *statistics), conversions=tuple(conversions), **placement)
@@ -170,8 +170,8 @@ def assemble_plan(
 def plan_with_vectors(
     planner: Planner, operation: Operation, statistics: Sequence[Collective] = (), **more: Any
 ) -> Any:
-    """Plan an operation in the layout of its activation, to which its parameters, vectors of some of the dims, are
-    converted. `statistics` and `more` as in `assemble_plan`."""
+    """Plan a model's operation in the layout of its activation, to which its parameters, vectors of some of the dims,
+    are converted. `statistics` and `more` as in `assemble_plan`."""
     layout = planner.layout(operation.inputs[0])
     vector_layout = Layout.build_canonical({**layout, **planner.row_expert_axes(operation.inputs[0])}, layout.only)
     conversions = enter_vectors(planner, operation, vector_layout, layout.axes)
@@ -193,7 +193,7 @@ def token_fields(planner: Planner, spec: Spec | Parameter, tokens: Layout, lengt
 
 
 def global_extents(tensor: Spec | Parameter, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the global size of each dim of a tensor, of rows all tokens'. `sizes`: sizes of the model's dims."""
+    """Return the global size of each dim of an operation's tensor, of rows all tokens'. `sizes`: the model's."""
     all_sizes = {**sizes, **dict(tensor.sizes)}
     return {d: all_sizes[d] * (all_sizes["length"] * all_sizes["batch"] if d == "rows" else 1) for d in tensor.dims}
 
@@ -216,7 +216,7 @@ class Ledger:
     peak: int = 0
 
     def add_bytes(self, nbytes: int) -> None:
-        """Add the bytes of a new metered storage to the bytes in use, and raise the forecast's peak if exceeded."""
+        """Add the bytes that a metered operation has allocated to the bytes in use, and raise the peak if exceeded."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
@@ -230,17 +230,17 @@ class MeteredStorage:
     permuted: bool
 
     def __init__(self, ledger: Ledger, nbytes: int, counted: int, parameter: bool = False):
-        """Construct a storage of `nbytes` and add them to the `ledger`; the other arguments as in the class."""
+        """Construct a metered operation's storage of `nbytes`, added to `ledger`; other arguments as in the class."""
         self._ledger, self.nbytes, self.counted, self.parameter = ledger, nbytes, counted, parameter
         self.permuted = False
         ledger.add_bytes(nbytes)
 
     def allocate_alike(self) -> MeteredStorage:
-        """Allocate another metered storage of the same number of bytes, for the memory forecast."""
+        """Allocate another storage of as many bytes for a metered operation."""
         return MeteredStorage(self._ledger, self.nbytes, self.counted, self.parameter)
 
     def __del__(self) -> None:
-        """Remove the storage's bytes from the ledger of the memory meter once nothing refers to it."""
+        """Remove the bytes of a metered operation's storage from the ledger once nothing refers to it."""
         self._ledger.now -= self.nbytes
 
 
@@ -255,14 +255,14 @@ class Value:
     __slots__ = ("elements", "key", "rebuild", "storage")
 
     def __init__(self, storage: MeteredStorage | None, elements: int, key: GradientKey | None = None):
-        """Construct a metered tensor; `key`: name of the parameter that it is, by default a new number."""
+        """Construct an operand or result of a metered operation; `key`: a parameter's name, by default a new number."""
         self.storage, self.elements = storage, elements
         self.key: GradientKey = next(_KEYS) if key is None else key
         self.rebuild: MeteredRebuild | None = None
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of an element of this metered tensor, 0 for a parameter as it is stored."""
+        """Return the bytes of an element of a metered operation's operand or result, 0 for a stored parameter."""
         return self.storage.nbytes // self.storage.counted if self.storage and self.storage.counted else 0
 
 
@@ -292,10 +292,10 @@ class LeafGradients:
     """Takes the gradients of parameters as they come in a backward pass, by name; this one drops them."""
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
-        """Accept the metered gradient of the parameter `name`; a memory forecast without gradient sums drops it."""
+        """Accept the gradient that metered operations give the parameter `name`; without sums it is dropped."""
 
     def adds_in_place(self, name: GradientKey) -> bool:
-        """Return True if the gradient of parameter `name` adds up in its bucket, after counting it; here False."""
+        """Return True if a metered operation adds the gradient of `name` up in its bucket, once counted; here False."""
         return False
 
 
@@ -303,19 +303,19 @@ class MeterTape:
     """Autograd tape of the memory meter: the operations of forward passes, in order."""
 
     def __init__(self) -> None:
-        """Start an empty autograd tape of the memory meter."""
+        """Start an empty tape of metered operations."""
         self._nodes: list[_Node] = []
 
     def note_operation(self, outs: Sequence[Value], ins: Sequence[Value], saved: Saved, backward: Backward) -> None:
-        """Append an operation (outputs, inputs, `saved` storages, backward function) to the memory meter's tape."""
+        """Append a metered operation (outputs, inputs, `saved` storages, backward function) to the tape."""
         self._nodes.append(_Node([x.key for x in outs], [x.key for x in ins], saved, backward))
 
     def distinct_saved_storages(self) -> list[MeteredStorage]:
-        """Return the distinct metered storages that the recorded operations save for the backward pass."""
+        """Return the distinct storages that the metered operations on this tape save for the backward pass."""
         return list({id(s): s for node in self._nodes for s in node.saved if s}.values())
 
     def run_backward(self, gradients: dict[GradientKey, MeteredStorage], leaves: LeafGradients) -> None:
-        """Run the metered backward passes of the recorded operations in reverse order, freeing the saved storages.
+        """Run the backward passes of the metered operations on this tape in reverse order, freeing the saved storages.
         `gradients`: the outputs' gradients on entry and the inputs' in the end, by the tensor's key; `leaves`: receiver
         of the parameters' gradients. A further gradient of the same tensor is added in place, unless something else
         holds the first."""

@@ -42,15 +42,15 @@ def _pointwise_functions() -> Mapping[str, Callable[..., Any]]:
     import torch.nn.functional as F
 
     def apply_swiglu(gate, x):
-        """Multiply x by SiLU of its gate (SwiGLU, Shazeer 2020)."""
+        """Compute a gated pointwise operation: x times SiLU of its gate (SwiGLU, Shazeer 2020)."""
         return F.silu(gate) * x
 
     def apply_geglu(gate, x):
-        """Multiply x by GELU of its gate (GEGLU, Shazeer 2020)."""
+        """Compute a gated pointwise operation: x times GELU of its gate (GEGLU, Shazeer 2020)."""
         return F.gelu(gate) * x
 
     def apply_geglu_tanh(gate, x):
-        """Multiply x by the tanh approximation of GELU of its gate (GEGLU in T5's second version)."""
+        """Compute a gated pointwise operation: x times GELU by tanh of its gate (GEGLU in T5's second version)."""
         return F.gelu(gate, approximate="tanh") * x
 
     def apply_clamped_swiglu(gate, x):
@@ -58,7 +58,7 @@ def _pointwise_functions() -> Mapping[str, Callable[..., Any]]:
         return F.silu(1.702 * gate.clamp(max=7)) * ((x.clamp(-7, 7) + 1) / 1.702)
 
     def apply_reglu(gate, x):
-        """Multiply x by ReLU of its gate (ReGLU, Shazeer 2020)."""
+        """Compute a gated pointwise operation: x times ReLU of its gate (ReGLU, Shazeer 2020)."""
         return F.relu(gate) * x
 
     return {

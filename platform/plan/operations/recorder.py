@@ -183,15 +183,15 @@ class IllegalPlan(ValueError):
     """Error for layouts, sizes or stages under which a model cannot be executed. `violations` has one line each."""
 
     def __init__(self, violations: Sequence[str]):
-        """Construct the error from one line for each violation of the plan."""
+        """Construct the error from one line per violation by the layouts of a model's operations."""
         self.violations = list(violations)
         super().__init__("\n".join(self.violations))
 
 
 def violations_of_layouts(planner: Planner, operations: Sequence[Operation], microbatch: int) -> list[str]:
-    """Check the tensors of a model's operations under a scheme before these are planned: return one message per axis
-    that would split two dims of a tensor and per dim that its axes do not divide, with the places and the nearest legal
-    values. `microbatch`: sequences per microbatch and replica."""
+    """Check the layouts of all operations that are recorded of a model, before each plans itself: return one message
+    per axis that would split two dims of an operation's tensor and per dim that its axes do not divide, with the places
+    and the nearest legal values. `microbatch`: sequences per microbatch and replica."""
     alike = list({o.nameless_key: o for o in operations}.values())  # which are legal in nearly all plans
     if len(alike) < len(operations) and not violations_of_layouts(planner, alike, microbatch):
         return []
@@ -213,13 +213,13 @@ def violations_of_layouts(planner: Planner, operations: Sequence[Operation], mic
 
 
 def message_of_illegal_operation(o: Operation, error: ValueError) -> str:
-    """Return the message that `o` cannot be planned, by the `error` of its plan: the iteration space of an operation of
-    legal tensors can still be illegal."""
+    """Return the message that the model's operation `o` cannot plan itself, by the `error` of doing so: the iteration
+    space of an operation of legal tensors can still be illegal."""
     return f"tensor: illegal layout: in {o.kind} {o.name}, {error}; legal: one of them {_ELSEWHERE}"
 
 
 def _clash_message(axis: str, first: str, second: str, places: Sequence[str]) -> str:
-    """Return the message that `axis` would split both dims `first` and `second` of the tensors in `places`."""
+    """Return the message that `axis` would split dims `first` and `second` of operations' tensors in `places`."""
     others_note = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return (
         f"tensor: illegal layout: axis {axis} would split both {first} and {second} in {places[0]}{others_note};"
@@ -228,9 +228,9 @@ def _clash_message(axis: str, first: str, second: str, places: Sequence[str]) ->
 
 
 def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], regions: Sequence[str]) -> str | None:
-    """Return the message that `axes` do not divide dim `d` of global size `size` in the regions `regions`, with the
-    nearest legal sizes of both, or None if they do or cut it unevenly. Replicas always divide batch; vocab is padded
-    where it is not cut unevenly."""
+    """Return the message that `axes` do not divide dim `d`, of global size `size`, of operations in the regions
+    `regions`, with the nearest legal sizes of both, or None if they do or cut it unevenly. Replicas always divide
+    batch; vocab is padded where it is not cut unevenly."""
     axes = [a for a in axes if d != "batch" or a not in REPLICAS]
     n = planner.mesh.count_ranks(axes)
     if size % n == 0 or (d == "vocab" and not planner.scheme.uneven) or (planner.can_cut_unevenly(d) and size >= n):
@@ -248,8 +248,9 @@ def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], 
 
 
 def _list_legal_extent_hints(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
-    """Return hints on `axes`, whose product does not divide `size`: per axis the extents next below and next above that
-    divide it beside the others, or extents of all of them, of which one is not 1, if a change of one axis cannot."""
+    """Return hints for illegal operations on `axes`, whose product does not divide a dim's `size`: per axis the extents
+    next below and next above that divide it beside the others, or extents of all of them, of which one is not 1, if a
+    change of one axis cannot."""
     n, hints = planner.mesh.count_ranks(axes), []
     for a in axes:
         extent = planner.mesh.axes[a]
@@ -262,14 +263,14 @@ def _list_legal_extent_hints(planner: Planner, size: int, axes: Sequence[str]) -
 
 
 def _nearest_divisors(size: int, n: int) -> str:
-    """Return the divisors of `size` next below and next above n, which is none, as "2 or 4"."""
+    """Return the divisors next below and next above n, which is none, of the `size` of an operation's dim: "2 or 4"."""
     below, above = [k for k in find_divisors(size) if k < n], [k for k in find_divisors(size) if k > n]
     return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
 def _legal_sizes(planner: Planner, d: str, size: int, n: int) -> list[int]:
-    """Return the sizes of dim `d` next below and next above `size` that n ranks divide, 0 for none: multiples of n; for
-    heads that share d_model, only divisors of it."""
+    """Return the sizes of an operation's dim `d` next below and next above `size` that n ranks divide, 0 for none:
+    multiples of n; for heads that share d_model, only divisors of it."""
     if d == "heads" and planner.sizes["d_model"] == size * planner.sizes["d_kv"]:
         legal = [k for k in find_divisors(planner.sizes["d_model"]) if k % n == 0 and k <= 2 * max(size, n)]
         return [max((k for k in legal if k < size), default=0), min((k for k in legal if k > size), default=0)]

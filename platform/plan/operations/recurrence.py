@@ -42,11 +42,11 @@ class RecurrenceOp(BlockOp):
 
 @cache
 def _scan_function() -> Any:
-    """Return the autograd function of a gated linear recurrence, called as apply(gate, x, dim)."""
+    """Return the autograd function of the recurrence operation, called as apply(gate, x, dim)."""
     import torch
 
     def scan_recurrence(gate, x, dim, way=1):
-        """Compute a gated linear recurrence h[t] = gate[t] h[t-1] + x[t] along `dim` in log2(length) rounds, in which
+        """Compute the recurrence operation's h[t] = gate[t] h[t-1] + x[t] along `dim` in log2(length) rounds, in which
         each step takes in twice as many before it (Hillis, Steele 1986); `way` -1: from the last step to the first."""
         h, products, n, reach = x.clone(), gate.clone(), x.shape[dim], 1
         while reach < n:
@@ -62,7 +62,7 @@ def _scan_function() -> Any:
 
         @staticmethod
         def forward(ctx, gate, x, dim):
-            """Return h with h[t] = gate[t] h[t-1] + x[t] along `dim`, from 0 on."""
+            """Return the recurrence operation's h: h[t] = gate[t] h[t-1] + x[t] along `dim`, from 0 on."""
             h = scan_recurrence(gate, x, dim)
             ctx.save_for_backward(gate, h)
             ctx.dim = dim
@@ -70,7 +70,7 @@ def _scan_function() -> Any:
 
         @staticmethod
         def backward(ctx, gradient):
-            """Return the gradients of gate and x by a recurrence from the last step to the first."""
+            """Return the recurrence operation's gradients of gate and x, by a recurrence from the last step on."""
             (gate, h), dim = ctx.saved_tensors, ctx.dim
             dx = scan_recurrence(gate.roll(-1, dim), gradient, dim, -1)  # what rolls to the end is never read
             before = torch.zeros_like(h)

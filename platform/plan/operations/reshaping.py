@@ -64,11 +64,11 @@ class RelayoutTogetherOp(Op):
 
 
 def _replace_all_to_all(conversion: Conversion, axes: Sequence[str]) -> Conversion:
-    """Replace each all-to-all over the branch axes `axes` in a planned conversion by an all-gather and a slice, as
-    SUPER (Jain et al.) computes (`branch.slice_via=all_gather`); return the new conversion."""
+    """Replace each all-to-all over the branch axes `axes` in the conversion of a relayout operation by an all-gather
+    and a slice, as SUPER (Jain et al.) computes (`branch.slice_via=all_gather`); return the new conversion."""
 
     def replace_steps(steps: Sequence[RelayoutStep]) -> tuple[RelayoutStep, ...]:
-        """Return a conversion's steps with each all-to-all over the branch axes made an all-gather and a slice."""
+        """Return a relayout operation's steps with each all-to-all over the branch `axes` an all-gather and a slice."""
         out: list[RelayoutStep] = []
         for s in steps:
             if s.op == "all_to_all" and s.axes[0] in axes:
