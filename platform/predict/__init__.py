@@ -2,6 +2,10 @@
 finding changes that fit the memory. No process is started and no tensor is made; a plan's own language and arithmetic
 are in plan/.
 
+A run is also predicted from its plan: the work of a step and its price in seconds on a calibrated hardware, the memory
+of a worker, traffic by tier of the cluster, and the prices of snapshots, checkpoints and failures. The long explanation
+of a plan shows all of it, and tables of measured runs are compared with it.
+
 Its files in reading order: hardware, work, price, calibration, meter, footprint, memory_budget, choose_schedule,
 legal_hints, make_plan, replan, step_price, recovery_price, contenders, estimate, search, remedies, plan_report,
 plan_screen, tier_traffic, measured_runs.

@@ -189,7 +189,7 @@ def fit_constants(errors: Errors, first: Mapping[str, float]) -> dict[str, float
 
 
 def _step_coordinate(point: Sequence[float], i: int) -> list[float]:
-    """Return the point a small step along coordinate i."""
+    """Return the point a small step along coordinate i, one of the constants to fit."""
     return [x + STEP * (j == i) for j, x in enumerate(point)]
 
 
@@ -202,7 +202,7 @@ def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _sign(x: float) -> int:
-    """Return 1, 0 or -1 as a number is positive, zero or negative."""
+    """Return 1, 0 or -1 as the difference of two runs in a ranking is positive, zero or negative."""
     return (x > 0) - (x < 0)
 
 
@@ -219,18 +219,19 @@ class Round(NamedTuple):
 
     @property
     def ranks_and_groups(self) -> tuple[int, int]:
-        """Return the ranks of a group, and the number of groups."""
+        """Return, for a calibration's measurements, the ranks of a group and the number of groups."""
         return len(self.groups[0]), len(self.groups)
 
     @property
     def mesh_ranks(self) -> list[int]:
-        """Return the ranks in the order of a mesh of that shape: the first of all groups, the second, ..."""
+        """Return the ranks that a calibration measures, in the order of a mesh: the first of all groups, ..."""
         return [group[i] for i in range(len(self.groups[0])) for group in self.groups]
 
 
 def plan_calibration_rounds(nodes: Sequence[str]) -> list[Round]:
-    """Return the rounds of a calibration by ranks on these `nodes`: inside each node, and between the n-th ranks of all
-    nodes, in pairs and altogether. Nodes of more ranks than the smallest have some that wait.
+    """Return the rounds of measurements from which a hardware is calibrated, by ranks on these `nodes`: inside each
+    node, and between the n-th ranks of all nodes, in pairs and altogether. Nodes of more ranks than the smallest have
+    some that wait.
 
     >>> [(r.tier, r.groups) for r in plan_calibration_rounds(["a", "a"])]
     [('kernels', [[0, 1]]), ('node', [[0, 1]])]

@@ -35,8 +35,8 @@ MISTAKES_SHOWN = 20  # violations listed for a table from a file
 
 
 def register_pipeline(name: str, generator: Callable[..., Any], settings: type | None = None) -> None:
-    """Register a pipeline schedule as `pipeline.kind=NAME`: a function (stages, chunks per stage, microbatches) ->
-    compute rows, one row of actions per stage.
+    """Register a pipeline schedule that configurations may choose as `pipeline.kind=NAME`: a function (stages, chunks
+    per stage, microbatches) -> compute rows, one row of actions per stage.
 
     The generator refuses numbers that it cannot take by raising `platform.plan.schedule.ScheduleError`; the
     nearest microbatch counts that it does take are then found by trying. `settings`: a dataclass of pipeline.settings,
@@ -177,7 +177,7 @@ def _violations_of_file_sizes(config: Config, schedule: Schedule, microbatches: 
 
 
 def text_request_keys(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Map each configuration key by which a run asks its model for text to (first request, value that turns it off)."""
+    """Map each key by which a configuration asks its planned model for text to (first request, value for none)."""
     requests: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
     lists = {"eval.prompts": config.eval.prompts, "eval.tasks": config.eval.tasks}
     return requests | {key: (asked[0], []) for key, asked in lists.items() if asked}
@@ -197,7 +197,7 @@ def build_generation_model(config: Config, source: int = 0) -> Any:
 
 
 def list_process_groups(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the mesh axes of the process groups that a run's plan needs: for steps and, if any, text generation."""
+    """Return the mesh axes of the groups that a configuration asks of its plan: of steps and, if any, of texts."""
     groups = {*process_groups(plan)}
     if text_request_keys(config):
         groups |= generation_groups(plan, build_generation_model(config))

@@ -34,11 +34,11 @@ class _Names:
     whose first layer is number 7."""
 
     def __init__(self) -> None:
-        """Begin with no layer."""
+        """Begin to rename what a chunk's predicted memory depends on, with no layer numbered yet."""
         self.numbers: dict[str, str] = {}
 
     def __call__(self, name: str) -> str:
-        """Return a name with its numbers as they count in the chunk."""
+        """Return a name with its numbers as they count in the chunk whose memory is predicted."""
         return _NUMBER.sub(lambda found: self.numbers.setdefault(found[0], f"#{len(self.numbers)}"), name)
 
 

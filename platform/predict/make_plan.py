@@ -47,7 +47,7 @@ DEEP = 32  # models of more layers are first planned with two, so that a refusal
 
 
 def expert_group_size(config: Config, data: int) -> int:
-    """Return how many of the `data` replicas of a configuration share the experts, up to parallel.experts."""
+    """Choose how many of the `data` replicas of a plan to build share the experts, up to parallel.experts."""
     most, inside = min(config.parallel.experts, data), prod(expert_axis_sizes(config).values())
     experts = config.model.experts // inside  # of each of the tensor ranks that divide them
     uneven, numbers = can_have_uneven_experts(config), range(1, min(most, experts) + 1)
@@ -55,7 +55,7 @@ def expert_group_size(config: Config, data: int) -> int:
 
 
 def zero_group_size(config: Config, groups: int, experts: int) -> int:
-    """Return how many of the `groups` of `experts` replicas of a configuration share the tensors that ZeRO shards: the
+    """Choose how many of the `groups` of `experts` replicas of a plan to build share the tensors that ZeRO shards: the
     largest divisor that makes up to parallel.zero_group replicas, at least one; 0 for all groups, and without ZeRO."""
     most = min(max(config.parallel.zero_group // experts, 1), groups)
     group_size = max(n for n in range(1, most + 1) if groups % n == 0)
@@ -63,7 +63,7 @@ def zero_group_size(config: Config, groups: int, experts: int) -> int:
 
 
 def context_axis_sizes(config: Config, kind: str) -> dict[str, int]:
-    """Return the sizes of the axes of a configuration's contexts of a `kind` of parallel.context_kind, not auto."""
+    """Return the sizes of the axes that the contexts of a plan to build have, of a `kind` of context_kind, not auto."""
     ranks, inner = config.parallel.context, config.parallel.context_heads
     exchange = ranks if kind == "heads" else inner if kind in NESTED else 1
     return {"context": ranks // exchange, "exchange": exchange}
@@ -288,7 +288,7 @@ def _mark_special_updates(config: Config, plan: Plan) -> Plan:
 
 
 def _warnings_of_ring(plan: Plan, dropout: float) -> Iterator[str]:
-    """Yield a warning for a plan in which keys are to go around, and some attention gathers them."""
+    """Yield a warning for a plan, as it is built, in which keys are to go around, and some attention gathers them."""
     if not plan.scheme.ring:
         return
     gathers = [name for (kind, name) in plan.operations if kind == Ops.relayout.kind and name.endswith("attention.key")]

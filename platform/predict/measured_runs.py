@@ -487,7 +487,7 @@ class TrainedRun(NamedTuple):
 
     @property
     def device(self) -> str:
-        """Return the kind of device (cpu, cuda) that its workers had, as its journal says."""
+        """Return the kind of device (cpu, cuda) on which the run was measured, as its journal says."""
         path = Path(self.config.run.dir) / JOURNAL
         journal_events = json_records.read_last_lines(path, events.parse_event) if path.is_file() else []
         starts = [event.device for event in journal_events if isinstance(event, events.Starting)]
@@ -514,7 +514,7 @@ def write_run_table(path: Path, runs: Sequence[TrainedRun], compose: Compose) ->
 
 
 def median_step_seconds(config: Config) -> float | None:
-    """Return the median seconds of a step of a run's newest generation, after its first few; None without steps."""
+    """Return the measured seconds of a run's step: the newest generation's median, the first few left out; or None."""
     path = Path(config.run.dir) / METRICS
     rows = MetricsLog.read_rows(path) if path.is_file() else []
     newest = [row["step_seconds"] for row in rows if row.get("generation") == rows[-1].get("generation")]
@@ -556,19 +556,19 @@ def _iterate_priced_keys() -> Iterator[str]:
 
 
 def _format_value(value: Any) -> str:
-    """Return the value of a key as it is typed on a command line."""
+    """Return the value of a key in a table of measured runs, as it is typed on a command line."""
     return quote_value(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
 
 
 def _list_swept_arguments(runs: Sequence[TrainedRun]) -> list[list[str]]:
-    """Return the arguments of each run of a sweep that some other run of it lacks."""
+    """Return the arguments of each measured run of a sweep that some other run of it lacks."""
     common = set[str].intersection(*(set(run.arguments) for run in runs))
     return [[a for a in run.arguments if a not in common] for run in runs]
 
 
 def format_sweep(runs: Sequence[TrainedRun], statuses: Sequence[int]) -> str:
-    """Format a table of a sweep's runs for the user: what differs, last training loss, lowest validation loss, and run
-    directory; the best first, unfinished ones last. `statuses`: exit statuses of the runs that started."""
+    """Format a table of a sweep's measured runs for the user: what differs, last training loss, lowest validation loss,
+    and run directory; the best first, unfinished ones last. `statuses`: exit statuses of the runs that started."""
     ranked = []
     for run, names, status in zip_longest(runs, _list_swept_arguments(runs), statuses):
         rows: list[dict[str, Any]] = []
@@ -587,8 +587,8 @@ def format_sweep(runs: Sequence[TrainedRun], statuses: Sequence[int]) -> str:
 
 
 def write_sweep_table(name: str, runs: Sequence[TrainedRun], compose: Compose) -> str:
-    """Write the table of a sweep's runs beside their directories; return a line for the user, that it cannot be written
-    too, as the runs are trained: their table must not fail the command."""
+    """Write the table of a sweep's measured runs, to compare with predictions, beside their directories; return a line
+    for the user, that it cannot be written too, as the runs are trained: their table must not fail the command."""
     named = [run._replace(arguments=names) for run, names in zip(runs, _list_swept_arguments(runs), strict=True)]
     path = Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
     try:

@@ -30,8 +30,8 @@ from platform.predict.meter import MemoryMeter
 
 
 def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
-    """Return the shape of the passes that score texts of `length` tokens, as many as a pass of training has sequences.
-    `source`: tokens that an encoder reads, 0 without."""
+    """Return the shape of the passes whose memory is predicted, which score texts of `length` tokens, as many as a pass
+    of training has sequences. `source`: tokens that an encoder reads, 0 without."""
     tokens = min(SCORED, length)
     capacity = generation_passes.pad_cache_length(plan, length + 1)
     return PassShape(tokens, batch_rows(plan), capacity, tokens, reads=source > 0)

@@ -429,11 +429,11 @@ class _BlockGradients(LeafGradients):
     `computed`, by name."""
 
     def __init__(self) -> None:
-        """Begin with no gradient."""
+        """Begin the forecast of a compiled block's backward pass, with no gradient counted."""
         self.computed: list[tuple[GradientKey, MeteredStorage]] = []
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
-        """Keep a parameter's gradient until the block's backward pass ends."""
+        """Keep a parameter's metered gradient until the block's backward pass ends, as a forecast counts it."""
         self.computed.append((name, gradient))
 
 

@@ -101,16 +101,16 @@ def explain_plan(
 
 
 def _list_group_axes(plan: Plan) -> list[tuple[str, ...]]:
-    """Return the axes of the process groups to list: every mesh axis by itself, then the joint axes of the run."""
+    """Return the axes of the groups that the long explanation lists: each mesh axis, then the joint axes of the run."""
     single = [(a,) for a, n in plan.mesh.shape if n > 1]
     return [*single, *(axes for axes in process_groups(plan) if axes not in single)]
 
 
 def list_collectives(plan: Plan) -> list[dict[str, Any]]:
-    """List the collectives of a training step for the explanation of a plan, one row per distinct collective, layers
-    folded: it occurs `times` times in the model and is launched `launches` times per rank and step, which moves `bytes`
-    over all workers. The bytes by op and axes add up to `communication(plan)`. `at_most`: it moves rows of experts, as
-    many as the routing says, and these are the most."""
+    """List the collectives of a training step for the long explanation of a plan, one row per distinct collective,
+    layers folded: it occurs `times` times in the model and is launched `launches` times per rank and step, which moves
+    `bytes` over all workers. The bytes by op and axes add up to `communication(plan)`. `at_most`: it moves rows of
+    experts, as many as the routing says, and these are the most."""
     rows: dict[tuple, dict[str, Any]] = {}
     for where, c, launches in step_collectives(plan):
         axes = "+".join(plan.mesh.order_axes(c.axes))
@@ -125,9 +125,9 @@ def list_collectives(plan: Plan) -> list[dict[str, Any]]:
 
 
 def bytes_per_layer(plan: Plan) -> float:
-    """Return the bytes that all workers of a plan move per step for one layer of the model, on average over the layers:
-    its collectives in every microbatch, gathers of activations kept for its recomputation, and its share of gradient
-    reductions and parameter gathers, of which the padding of a buffer is shared like the buffer."""
+    """Predict the bytes that all workers of a plan move per step for one layer of the model, on average over the
+    layers: its collectives in every microbatch, gathers of activations kept for its recomputation, and its share of
+    gradient reductions and parameter gathers, of which the padding of a buffer is shared like the buffer."""
     layers = {match[0] for p in plan.parameters if (match := _LAYER.match(p.name))}
     of_layers = (
         (c, n) for where, c, n in step_collectives(plan) if where.startswith("kept ") or _LAYER.match(where.split()[-1])
@@ -176,7 +176,7 @@ def render_explanation(plan: Plan, explanation: dict[str, Any]) -> str:
 
 
 def _format_groups(groups: Sequence[Sequence[int]]) -> str:
-    """Format the first GROUPS_SHOWN process groups as "[0 1] [0 8 16 .. 120]", and the number of the others."""
+    """Format the first GROUPS_SHOWN groups of the long explanation as "[0 1] [0 8 16 .. 120]", and how many follow."""
     more = f" and {len(groups) - GROUPS_SHOWN} more" if len(groups) > GROUPS_SHOWN else ""
     shown = [[*g[:3], "..", g[-1]] if len(g) > RANKS_SHOWN else g for g in groups[:GROUPS_SHOWN]]
     return " ".join("[" + " ".join(map(str, g)) + "]" for g in shown) + more

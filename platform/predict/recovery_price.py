@@ -108,7 +108,7 @@ def read_measured_costs(run_dir: Path, workers: int) -> MeasuredCosts:
 
 
 def _median_seconds(seconds: list[float]) -> float:
-    """Return the median of measured seconds, 0 without any."""
+    """Return the median of a cost's measured seconds, by which a run's safety is priced; 0 without any."""
     return median(seconds) if seconds else 0.0
 
 
@@ -196,7 +196,7 @@ def settle_intervals(config: Config, plan: Plan, per_node: int, known: Known) ->
 
 
 def _reason_of_checkpoints(config: Config, price: CheckpointPrice, costs: MeasuredCosts) -> str:
-    """Return why checkpoints are made as often as their price says, for the user."""
+    """Return why checkpoints are made as often as their predicted price says, for the user."""
     reason = f"one holds up the run for {_format_interval(price.stall, price.mean, bool(costs.stall))}"
     if price.interval_seconds == price.saving:
         reason += f"; but one takes {format_seconds(price.saving)} to write"
@@ -213,7 +213,7 @@ def _format_interval(cost: float, mean: float, measured: bool) -> str:
 
 
 def _reason_of_snapshots(price: SnapshotPrice, costs: MeasuredCosts) -> str:
-    """Return why snapshots are made as often as their price says, for the user."""
+    """Return why snapshots are made as often as their predicted price says, for the user."""
     if price.usual and price.interval_steps == int(best_interval(price.cost, price.mean) / price.usual):
         steps = f", steps of {format_seconds(price.usual)}"
         return f"one makes its step longer by {_format_interval(price.cost, price.mean, bool(costs.snapshot))}{steps}"

@@ -223,8 +223,8 @@ def violation_of_memory(config: Config, plan: Plan, device: Device) -> str:
 
 
 def violation_of_host_memory(config: Config, plan: Plan, node: Device, workers: int) -> str:
-    """Return a refusal line for the user if a node with so many workers of the plan does not have the host memory that
-    they keep activations in; else "". Pure."""
+    """Return a refusal line for the user if a node has less host memory than so many workers of the plan are predicted
+    to keep activations in; else "". Pure."""
     needed = workers * predict_host_bytes(config, plan)
     if needed <= node.memory:
         return ""

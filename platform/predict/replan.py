@@ -150,7 +150,7 @@ ConfiguredPlan = tuple[Config, Plan]
 
 
 def _workers_per_replica(config: Config) -> int:
-    """Return the number of workers in one data replica: the product of tensor and branch axes, stages and context."""
+    """Return the workers that a re-planned replica needs: the product of tensor and branch axes, stages and context."""
     sizes = (*config.tensor.axes.values(), *config.branch.axes.values())
     return prod((*sizes, config.pipeline.stages, config.parallel.context))
 

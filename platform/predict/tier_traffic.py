@@ -152,7 +152,7 @@ class _Launched(NamedTuple):
 
 
 def _count_launches(plan: Plan) -> dict[_Launched, tuple[int, int]]:
-    """Return the launches, and the bytes of a rank's input in all of them, of each kind of collective in a step."""
+    """Return, for the traffic by tier, each kind of collective's launches in a step and all bytes of a rank's input."""
     launches_by_kind: dict[_Launched, tuple[int, int]] = {}
     itemsize = {**EVER, **plan.itemsize}
     for _, c, launches, stages in collectives_by_stage(plan):
@@ -163,7 +163,7 @@ def _count_launches(plan: Plan) -> dict[_Launched, tuple[int, int]]:
 
 
 def _iterate_pair_traffic(mesh: Mesh, kind: _Launched) -> Iterator[tuple[tuple[int, int], Fraction, Fraction]]:
-    """Yield (sender, receiver), messages and share of the longest input of a rank for one launch of a collective."""
+    """Yield (sender, receiver), messages and share of a rank's longest input, of the traffic of one collective."""
     iterate_pairs = _iterate_stage_pair_traffic if kind.op == "send" else _iterate_group_pair_traffic
     if not kind.cuts:
         yield from iterate_pairs(mesh, kind)
@@ -198,8 +198,8 @@ def _iterate_launching_groups(mesh: Mesh, kind: _Launched) -> Iterator[tuple[int
 
 
 def iterate_transfers(op: str, n: int) -> Iterator[tuple[int, int, Fraction, Fraction]]:
-    """Yield (sender, receiver, messages, share of one rank's input) of one collective in a group of n ranks; of a
-    scatter, share of one rank's output."""
+    """Predict the traffic between ranks: yield (sender, receiver, messages, share of one rank's input) of one
+    collective in a group of n ranks; of a scatter, share of one rank's output."""
     one, part = Fraction(1), Fraction(1, n)
     if op == "all_reduce":
         turns, share = 2 * (n - one), 2 * (n - one) * part

@@ -46,17 +46,17 @@ class MatrixProduct(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Return the multiplications and additions of the product."""
+        """Return the multiplications and additions of the product, by which it is priced."""
         return 2.0 * self.rows * self.columns * self.inner * self.batch
 
     @property
     def elements(self) -> int:
-        """Return the elements of both operands and of the result."""
+        """Return the elements of both operands and of the result, by whose bytes the product is priced."""
         return self.batch * (self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
 
     @property
     def gradient_products(self) -> tuple[MatrixProduct, MatrixProduct]:
-        """Return the products of the backward pass: the gradients of the first operand and of the second."""
+        """Return the backward pass's work, as products: the gradients of the first operand and of the second."""
         first = self._replace(columns=self.inner, inner=self.columns)
         return first, self._replace(rows=self.columns, columns=self.inner, inner=self.rows)
 
@@ -138,25 +138,25 @@ REDONE = {
 
 
 def split_redone_words(recompute: str) -> frozenset[str]:
-    """Return the words of a table's cell of recompute, legal or not; none if it has a value of the key."""
+    """Return the words of a measured run's cell of recompute, legal or not; none if it has a value of the key."""
     of_key = recompute.strip("'\"") in ("", "auto", *KEYS["recompute"].choices)
     return frozenset(() if of_key else recompute.split())
 
 
 def find_redone_words(plan: Plan) -> set[str]:
-    """Return the words of REDONE that name operations of a plan."""
+    """Return the words of REDONE, of a measured run's table, that name operations of a plan."""
     names = [f"{word} {name}" for kind, name in plan.operations for word in (kind, "pointwise")]
     words = {word for word in REDONE if any(redoes([word], name) for name in names)}
     return words if any(name.endswith(".query_up") for name in names) else words - {"mla_up_proj"}
 
 
 def redoes(words: Iterable[str], name: str) -> bool:
-    """Return True if one of these words of REDONE says that an operation is computed again, by its kind and name."""
+    """Return True if one of a measured run's words of REDONE says that it computes an operation, `name`, again."""
     return any(re.match(REDONE[word], name) for word in words)
 
 
 def _name_origin(o: Operation) -> str:
-    """Return kind and name of what a product's x is made by, if it is cheap to make again; "" of another operation."""
+    """Return kind and name of the work that makes a product's x again, if it is cheap; "" of another operation."""
     made_by, (before, _, _) = dict(o.attributes).get("made_by", ""), o.name.rpartition(".")
     if made_by == "norm":
         return f"norm {before}.{'norm' if 'd_model' in o.inputs[0].dims else 'kv_latent_norm'}."
@@ -187,7 +187,7 @@ class Execution:
 
     @cached_property
     def splits_weight_gradients(self) -> bool:
-        """Return True if passes leave weight gradients for later ones."""
+        """Return True if the priced passes leave weight gradients for later ones."""
         return self.table is not None and any(a.kind is Kind.WEIGHT for row in self.table.rows for a in row)
 
 
@@ -307,41 +307,41 @@ def count_step_flops(plan: Plan, recomputed: bool, execution: Execution = Execut
 
 
 def block_elements(plan: Plan, spec: Spec) -> float:
-    """Return the elements of a rank's block of an activation; of experts' rows as many as an even routing sends."""
+    """Return the elements of a rank's block that a step's work counts; of experts' rows as by an even routing."""
     return prod(plan.local_shape(spec)) * even_routing_share_of_spec(plan.planner, spec)
 
 
 def even_routing_share_of_spec(planner: Planner, spec: Spec) -> float:
-    """Return the share of a rank's most rows of experts that an even routing gives it; 1 for other activations."""
+    """Return the share of a rank's most rows of experts that a step's work counts, an even one; 1 for other types."""
     if "rows" not in spec.dims:
         return 1.0
     return _even_rows(planner, spec) / planner.local_shape(spec)[spec.dims.index("rows")]
 
 
 def _even_rows(planner: Planner, spec: Spec) -> float:
-    """Return the rows of experts that a rank has of an activation under an even routing."""
+    """Return the rows of experts of an activation that a step's work counts on a rank: of an even routing."""
     sizes = planner.sizes
     return sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.count_ranks(planner.layout(spec)["rows"])
 
 
 def _even_collectives(plan: Plan, planned: PlannedOperation) -> list[Collective]:
-    """Return the collectives of a planned operation with as many rows of experts as an even routing sends."""
+    """Return a planned operation's collectives with the rows of experts that a step's work counts, an even share."""
     planner, o, collectives = plan.planner, planned.operation, planned.collectives
     return [replace(c, elements=int(c.elements * even_sent_share(planner, o, c))) if c.rows else c for c in collectives]
 
 
 def even_share_of_planned_rows(planner: Planner, o: Operation) -> float:
-    """Return `even_routing_share_of_spec` of the rows that an operation reads or makes."""
+    """Return `even_routing_share_of_spec`, for a step's work, of rows that an operation reads or makes."""
     return next((even_routing_share_of_spec(planner, t) for t in _iterate_row_specs(o)), 1.0)
 
 
 def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
-    """Yield the activations of experts' rows that an operation makes and reads."""
+    """Yield the activations of experts' rows by which a step's work counts an operation: made, and read."""
     yield from (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
 
 
 def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
-    """Return the share of the elements of an operation's collective that an even routing sends; 1 of no rows."""
+    """Return the share of a collective's elements that a step's work counts, by even routing; 1 of no rows."""
     if c.op != "all_to_allv":
         return even_share_of_planned_rows(planner, o) if c.rows else 1.0
     if not OPERATIONS[o.kind].moves_rows:  # lent experts, which are as many as planned
@@ -375,7 +375,7 @@ def _drop_unneeded_result(forward: Part, planned: PlannedOperation) -> Part:
 
 
 def attention_flops(planner: Planner, operation: Operation) -> float:
-    """Return the FLOPs of a rank's attention in one kernel, forward: half of them if it hides later positions."""
+    """Return the FLOPs that work counts of a rank's attention in one kernel, forward: half if it hides later keys."""
     query, key, value = (dict(zip(t.dims, planner.local_shape(t), strict=True)) for t in operation.inputs[:3])
     length = key["memory_length"] if "memory_length" in key else key["length"]
     window = operation["window"]
@@ -436,8 +436,8 @@ def _bytes_to_rebuild(plan: Plan, operation: Operation, group: EinsumGroup) -> f
 
 
 def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[MatrixProduct]:
-    """Return the matrix products of a group of einsums on a rank, after its conversions: one if the weights are joined,
-    one per panel under SUMMA."""
+    """Return the work of a group of einsums on a rank, after its conversions, as matrix products to price: one if the
+    weights are joined, one per panel under SUMMA."""
     x = operation.inputs[0]
     assert isinstance(x, Spec)
     x_sizes = dict(zip(group.x_dims, group.x.after, strict=True))
@@ -557,14 +557,14 @@ def _parameter_collectives(
 
 
 def _count_weights(plan: Plan, bucket: BucketCollective) -> int:
-    """Return how many weights a collective of parameters moves; weights that one product joins count once."""
+    """Return how many weights a collective to price moves; weights that one product joins count once."""
     names = {p.name for p in bucket.parameters}
     inputs = (o.operation.inputs for o in plan.operations.values() if o.groups)
     return max(1, sum(any(isinstance(t, Parameter) and t.name in names for t in each) for each in inputs))
 
 
 def _iterate_receives(plan: Plan, number: int, phase: str) -> Iterator[Collective]:
-    """Yield the collectives that bring chunk `number` what another stage sends it in a pass."""
+    """Yield the collectives, to be priced, that bring chunk `number` what another stage sends it in a pass."""
     chunks = plan.chunks
     first, second = (number - 1, number) if phase == "forward" else (number, number + 1)
     if first >= 0 and second < len(chunks) and chunks[first].stage != chunks[second].stage:
