@@ -53,8 +53,8 @@ class AdafactorSums:
         self._parts = {p.name: part for p in own_parameters if (part := self._find_own_part(p))}
 
     def _find_own_part(self, p: Parameter) -> _Part | None:
-        """Return the rows and columns of a parameter's matrices in which this rank's part lies, None if it has none;
-        the part is its block or, under ZeRO, its shard of the block."""
+        """Find where this rank's block of a parameter or, under ZeRO, its shard of the block lies in the parameter's
+        matrices: in which rows and columns; None if it has none."""
         plan, at, device = self._plan, self._communicator.coordinates, self._communicator.device
         start, stop = plan.shard_range(p, at)
         if not plan.has_block(p, at) or start >= stop:
@@ -70,7 +70,7 @@ class AdafactorSums:
         return _Part(rows[first:last], counts, of, columns, start - first * len(columns))
 
     def matrix_shape(self, name: str) -> tuple[int, int, int] | None:
-        """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
+        """Return (number, rows, columns) of matrices of which this rank has a part, None unless they are factored."""
         return self._shapes[name] if name in self._plan.factored else None
 
     def squares_by_side(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class AdafactorSums:
 
     @property
     def _sum_dtype(self) -> torch.dtype:
-        """Return the dtype in which Adafactor's squares are summed over ranks: fp64 if the plan says so, or fp32."""
+        """Return the dtype in which ranks sum squares for Adafactor here: fp64 if the plan says so, or fp32."""
         return torch.float64 if self._plan.itemsize["accumulate"] == 8 else torch.float32
 
 
@@ -164,6 +164,6 @@ class MuonMatrices:
         return whole_matrix
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
-        """Return the shape (rows, columns) of each weight matrix that the parameter `name` is, without padding."""
+        """Return the (rows, columns), without padding, of each matrix of `name` that this rank gathers with others."""
         p = next(p for p in self._plan.parameters if p.name == name)
         return p.shape_as_matrices(self._plan.global_shape(p))[1:]

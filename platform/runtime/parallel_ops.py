@@ -345,7 +345,7 @@ class ParallelOps(Ops):
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
-    """Fill the tensor `out`, this rank's block of the parameter `p`, with its initial values (normal, zeros or ones).
+    """Fill this rank's block of the parameter `p`, the tensor `out`, with its initial values (normal, zeros or ones).
     They depend on seed, parameter name and global element alone, so that the model is the same under every plan. `seed`
     None leaves `out` as it is, to be restored from a checkpoint."""
     if seed is None:
@@ -370,14 +370,14 @@ class ActivationWatch:
     sequences = 0
 
     def __init__(self, plan: Plan, communicator: Communicator):
-        """Prepare to sum the squares of activations by layer on this rank, for monitoring; none is summed yet."""
+        """Begin the sums of squares, by layer, of the activations that operations compute on this rank; none yet."""
         self._plan, self._communicator = plan, communicator
         self.sums: Sums = {}
 
     @torch.no_grad()
     def add_squares(self, name: str, x: Tensor, spec: Spec) -> None:
-        """Add the squares of the activation x, this rank's block of `spec`, to the sum of the layer `name`; only
-        elements that this rank counts among equal copies, and no padding sequences."""
+        """Add the squares of this rank's block x of the activation `spec`, which an operation has computed, to the sum
+        of the layer `name`; only elements that this rank counts among equal copies, and no padding sequences."""
         layout = self._plan.layout(spec)
         if not x.numel() or not counts_at(self._communicator.coordinates, layout.axes):
             return
@@ -389,7 +389,7 @@ class ActivationWatch:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Return True if sizes of activations and gradients are to be recorded at `step`; `every`: monitor.layers."""
+    """Return True if squares of this rank's activations and gradients are summed at `step`; `every`: monitor.layers."""
     return bool(every) and step % every == 0
 
 

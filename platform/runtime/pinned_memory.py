@@ -19,17 +19,18 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the proce
 
 
 def allocate_pinned_bytes(count: int) -> Tensor:
-    """Allocate `count` bytes of page-locked host memory for a checkpoint or snapshot (uint8 [count], zeros), in whole
-    pages and no more; they are released when no tensor uses them any longer. Raises RuntimeError if CUDA cannot lock
-    them."""
+    """Allocate `count` bytes of page-locked host memory, to and from which this rank's GPU copies (uint8 [count],
+    zeros), in whole pages and no more; they are released when no tensor uses them any longer. Raises RuntimeError if
+    CUDA cannot lock them."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8)
     return lock_pages(mmap.mmap(-1, count))  # memory of its own, so that no other pages are locked
 
 
 def lock_pages(mapping: mmap.mmap) -> Tensor:
-    """Lock the pages of mapped memory for snapshots, of at least one byte, and return it (uint8 [bytes]); they are
-    unlocked when no tensor uses it any longer. Raises RuntimeError if CUDA cannot lock them."""
+    """Lock the pages of mapped host memory for copies from and to this rank's GPU, of at least one byte, and return
+    it (uint8 [bytes]); they are unlocked when no tensor uses it any longer. Raises RuntimeError if CUDA cannot lock
+    them."""
     array = np.frombuffer(mapping, dtype=np.uint8)
     address = array.ctypes.data
     with PROGRESS.mark_preparing("lock pages"):  # 10 s for tens of GB
@@ -41,5 +42,5 @@ def lock_pages(mapping: mmap.mmap) -> Tensor:
 
 
 def _unlock_pages(address: int) -> None:
-    """Release the page lock on a snapshot's host memory at `address`; ignore an error, as CUDA may be gone by now."""
+    """Release the page lock on this rank's host memory at `address`; ignore an error, as CUDA may be gone by now."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -115,7 +115,7 @@ def compile_row(plan: Plan, communicator: Communicator, row: Sequence[Action]) -
 
 
 def _move_receives_early(steps: Sequence[ResolvedAction]) -> list[ResolvedAction]:
-    """Move every receive in a stage's row of the pipeline schedule before the last computation that precedes it, if
+    """Let this rank post every receive in the row that it executes before the last computation that precedes it, if
     any."""
     moved_steps: list[ResolvedAction] = []
     for step in steps:
@@ -304,9 +304,9 @@ _ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, ResolvedAction], None]] = {
 
 
 def sum_tied_gradients(plan: Plan, communicator: Communicator, gradients: Mapping[str, Tensor]) -> None:
-    """Sum, in place and over pipeline stages, the gradients of tied parameters, such as the table that embedding and
-    head share: the owner stage receives the other stages' gradients, adds them in stage order, and sends the sum back.
-    `gradients`: parameter name -> this rank's gradient; `plan`: the plan of this rank's stage."""
+    """Sum this rank's gradients of tied parameters, in place, with those on other pipeline stages, such as the table
+    that embedding and head share: the owner stage receives the other stages' gradients, adds them in stage order, and
+    sends the sum back. `gradients`: parameter name -> this rank's gradient; `plan`: the plan of this rank's stage."""
     own_stage = communicator.coordinates["stage"]
     for name, (owner, *others) in plan.stages_of_tied_parameters.items():
         if name not in gradients:  # neither this rank nor its peers in other stages have a block

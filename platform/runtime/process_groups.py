@@ -351,7 +351,7 @@ def divide_disjoint_pairs(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[i
 
 
 def _line_ranks(mesh: Mesh, sender: int, receiver: int) -> list[tuple[int, int]]:
-    """Return the pairs of global ranks that exchange messages between the stages `sender` and `receiver`."""
+    """Return the pairs of global ranks that a process group connects for messages from stage `sender` to `receiver`."""
     return [(ranks[sender], ranks[receiver]) for ranks in mesh.list_groups(("stage",))]
 
 

@@ -71,8 +71,8 @@ def shut_down(sockets: Sockets) -> None:
 
 
 def read_tcp_links() -> list[TcpLink]:
-    """Return the links of this process to other addresses, MOST_LINKS at most, the ones with most unacknowledged bytes
-    first; [] where the kernel does not say."""
+    """Return the connections of this process as links to other addresses, MOST_LINKS at most, the ones with most
+    unacknowledged bytes first; [] where the kernel does not say."""
     links_by_ends: dict[tuple[str, str], TcpLink] = {}
     with suppress(OSError):
         for link in map(_read_tcp_link, open_sockets()):
@@ -87,7 +87,7 @@ def read_tcp_links() -> list[TcpLink]:
 
 
 def _read_tcp_link(descriptor: int) -> TcpLink | None:
-    """Return what the kernel counted of one connection of this process, None if the descriptor is no such thing."""
+    """Return what the kernel counted of one connection of a rank's process, None if the descriptor is no such thing."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -268,7 +268,7 @@ class WorkerProgress:
 
 
 def thread_frames(thread: int) -> list[str]:
-    """Return the innermost frames of a thread of this process, the innermost last, for heartbeats."""
+    """Return the innermost frames of a thread of this process, the innermost last: its progress, for heartbeats."""
     frames: list[str] = []
     frame = sys._current_frames().get(thread)
     while frame and len(frames) < _FRAMES:
@@ -279,7 +279,7 @@ def thread_frames(thread: int) -> list[str]:
 
 
 def frames_of_other_threads() -> dict[str, list[str]]:
-    """Return the frames of all other threads of this process, by their names, the main one first, innermost last."""
+    """Return where all other threads of this process stand: frames by name, the main one first, innermost last."""
     frames, known = sys._current_frames(), threading.enumerate()
     names = {threading.main_thread().ident: "main thread"} | {thread.ident: thread.name for thread in known[1:]}
     ordered = sorted(frames.keys() - {get_ident()}, key=lambda n: (n != threading.main_thread().ident, n))
@@ -287,8 +287,9 @@ def frames_of_other_threads() -> dict[str, list[str]]:
 
 
 def _active_seconds(thread: int) -> float | None:
-    """Return the seconds that a thread of this process has run or waited for a processor so far, for heartbeats. None
-    if the kernel does not say, or while the thread runs or waits for a disk, as the kernel books that later."""
+    """Return the seconds that a thread of this process has run or waited for a processor so far, for heartbeats of its
+    progress. None if the kernel does not say, or while the thread runs or waits for a disk, as the kernel books that
+    later."""
     try:
         with open(f"/proc/self/task/{thread}/stat") as stat, open(f"/proc/self/task/{thread}/schedstat") as times:
             state, (ran, waited, _) = stat.read().rpartition(")")[2].split()[0], times.read().split()

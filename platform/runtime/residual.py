@@ -226,8 +226,8 @@ def apply_draw_in_pieces(
 
 
 def tile_pieces(shape: Sequence[int], max_elements: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield pieces that tile a tensor of this `shape`, as (offset, extent) along the leading dims that are cut;
-    each has at most `max_elements` elements, or is a single one."""
+    """Yield pieces of a rank's block of this `shape`, in which random numbers are drawn, as (offset, extent) along the
+    leading dims that are cut; each has at most `max_elements` elements, or is a single one."""
     if prod(shape) <= max_elements or not shape:
         yield ()
         return
