@@ -1,6 +1,8 @@
 """Registry of models by name. A model is a class with `sizes`, `inputs`, `parameters()` and `forward(ops, inputs)`,
 written in named dims against `Ops`; no rank, layout or collective is named here.
 
+Losses that users register by name are kept here too, and tried on a few labels before a run.
+
 Its files in reading order: layers, attention, feed_forward, transformer, branches, losses.
 """
 

@@ -75,8 +75,8 @@ def _mistake_of_loss(function: Callable[..., Any], name: str, settings: str) -> 
     logs = logits.log_softmax(1)
 
     def try_loss(rows: slice) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the user's loss of each label in `rows`, and the gradients of their sum by the three numbers that the
-        model states about each label."""
+        """Try the loss that a user registered for models on the labels in `rows`: return it by label, and the gradients
+        of its sum by the three numbers that the model states about each label."""
         numbers = [x[rows].clone().requires_grad_() for x in (logs[:, 0], logits.logsumexp(1), logs.mean(1))]
         losses = loss(Likelihood(*numbers))
         if not isinstance(losses, torch.Tensor) or losses.shape != numbers[0].shape:

@@ -48,9 +48,9 @@ class OptimizerUpdate:
 
 
 def muon_scratch_bytes(o: Optimizer, update: OptimizerUpdate) -> int:
-    """Return the bytes of temporary memory of one Muon update: Nesterov's sums of all matrices at once, if used, plus
-    the most that one bucket needs: its gathered buffer and the larger of its shard (0 if not sharded) and the
-    Newton-Schulz iteration of its largest matrix."""
+    """Return the bytes of temporary memory of one update by the Muon optimizer: Nesterov's sums of all matrices at
+    once, if used, plus the most that one bucket needs: its gathered buffer and the larger of its shard (0 if not
+    sharded) and the Newton-Schulz iteration of its largest matrix."""
     plan, wide = update.plan, update.itemsize
     nesterov_elements = sum(n for name, n in update.parts.items() if name in plan.matrices) if o.nesterov else 0
     most = 0
@@ -64,8 +64,8 @@ def muon_scratch_bytes(o: Optimizer, update: OptimizerUpdate) -> int:
 
 
 def adafactor_scratch_bytes(o: Optimizer, update: OptimizerUpdate) -> int:
-    """Return the bytes of temporary memory of one Adafactor update: the second moments of the largest parameter,
-    rebuilt from its rows and columns, and the sums over ranks for all parameters."""
+    """Return the bytes of temporary memory of one update by the Adafactor optimizer: the second moments of the largest
+    parameter, rebuilt from its rows and columns, and the sums over ranks for all parameters."""
     plan = update.plan
     if not plan.factored:
         return update.largest_part_bytes
@@ -74,8 +74,8 @@ def adafactor_scratch_bytes(o: Optimizer, update: OptimizerUpdate) -> int:
 
 
 def _newton_schulz_bytes(plan: Plan, p: Parameter, wide: int) -> int:
-    """Return the peak bytes of temporary memory while Muon gathers a parameter's matrices and makes them
-    orthogonal (`muon.orthogonal`). `wide`: bytes per element of master copies."""
+    """Return the peak bytes of temporary memory that the Muon optimizer takes while it gathers a parameter's matrices
+    and makes them orthogonal (`muon.orthogonal`). `wide`: bytes per element of master copies."""
     number, rows, columns = p.shape_as_matrices(plan.planner.local_shape(p, plan.matrix_layout(p)))
     n, square = number * rows * columns, number * min(rows, columns) ** 2
     half = plan.itemsize["compute"] == 2
@@ -87,8 +87,8 @@ def _newton_schulz_bytes(plan: Plan, p: Parameter, wide: int) -> int:
 
 
 def iterate_updated_parts(plan: Plan, at: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield (name, elements) for each parameter of which the worker at mesh coordinates `at` updates a part: the
-    entries of `OptimizerUpdate.parts`."""
+    """Yield (name, elements) for each parameter of which the optimizer of the worker at mesh coordinates `at` updates a
+    part: the entries of `OptimizerUpdate.parts`."""
     for p in plan.stage_part(at["stage"]).parameters:
         if p.name not in plan.frozen and plan.has_block(p, at):
             start, stop = plan.shard_range(p, at)
@@ -175,7 +175,7 @@ AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
 def count_states_per_element(config: Config) -> int:
-    """Return the numbers of optimizer state per trained element: moments, and one more for averaged weights."""
+    """Return how many numbers the configured optimizer keeps per trained element, averaged weights among them."""
     moments = OPTIMIZERS[config.optimizer.kind].moments
     return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
 
@@ -336,8 +336,8 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def reason_against_early_update(config: Config, plan: Plan) -> str:
-    """Return why a step's update cannot be launched before its loss and gradient norm are read, for the user; "" if it
-    can: then the device itself skips an update whose numbers are not finite."""
+    """Return why the configured optimizer's update cannot be launched before a step's loss and gradient norm are read,
+    for the user; "" if it can: then the optimizer itself skips on the device an update whose numbers are not finite."""
     if not OPTIMIZERS[config.optimizer.kind].skips:
         return f"optimizer={config.optimizer.kind} cannot skip an update on the device"
     if plan.precision == "fp64":

@@ -24,19 +24,19 @@ class SumsOverRanks(Protocol):
 
     @property
     def parameter_sizes(self) -> Mapping[str, int]:
-        """Return parameter name -> number of its elements over all ranks, for Adafactor."""
+        """Return parameter name -> number of its elements over all ranks, for the Adafactor optimizer."""
 
     def matrix_shape(self, name: str) -> tuple[int, int, int] | None:
         """Return (number, rows, columns) of a parameter's matrices, None unless Adafactor factors their moments."""
 
     def squares_by_side(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of a parameter's squared gradient by row and column, of this rank's part, for Adafactor."""
+        """Return the sums by row and column of a parameter's squared gradient, of a rank's part, for Adafactor."""
 
     def outer_product_part(self, name: str, rows: Tensor, columns: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part of Adafactor's second moments: of `rows` times `columns`, laid out as `like`."""
 
     def sum_over_ranks(self, squares: Mapping[str, Sequence[Tensor]], totals: bool = False) -> dict[str, list[Tensor]]:
-        """Sum over ranks the sums of squares, `squares`, that Adafactor needs of each parameter; `totals`: one each."""
+        """Sum over ranks the `squares` that Adafactor's update of each parameter needs; `totals`: one sum each."""
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -193,10 +193,10 @@ class WholeMatrices(Protocol):
     def map_matrices(
         self, function: Callable[[Tensor], Tensor], parts: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this rank's part of `function` of the whole matrix) for Muon, gathered from `parts`."""
+        """Yield (name, this rank's part of `function` of the whole matrix) for Muon's update, gathered from `parts`."""
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
-        """Return the (rows, columns) of each whole weight matrix that the parameter `name` is, for Muon."""
+        """Return the (rows, columns) of each whole matrix that the parameter `name` is, for the Muon optimizer."""
 
 
 class Muon(torch.optim.AdamW):
