@@ -281,7 +281,7 @@ CONTEXT, GROUP, LINE, ROUNDING = 1_500_000_000, 400_000_000, 100_000_000, 0.04
 
 
 def overhead_bytes(axis_groups: int, stage_links: int, needed: int) -> int:
-    """Return the bytes of a GPU that CUDA, its libraries and NCCL take beside the `needed` bytes of a worker that is
+    """Predict the bytes of a GPU that CUDA, its libraries and NCCL take beside the `needed` bytes of a worker that is
     in so many `axis_groups` along axes and `stage_links` to other stages."""
     return CONTEXT + axis_groups * GROUP + stage_links * LINE + round(ROUNDING * needed)
 

@@ -140,5 +140,5 @@ class ReportCombiner:
 
 
 def list_parameter_layers(plan: Plan) -> list[str]:
-    """Return the layers of a whole plan's parameters, in order, named as in the sums of `gradient_squares`."""
+    """Return the layers of which a worker reports sizes with a step: of a whole plan's parameters, in order."""
     return list(dict.fromkeys(layer_of_parameter(p.name) for p in plan.parameters))

@@ -97,7 +97,7 @@ class KeyValueCache:
     first: dict[str, int] = field(default_factory=dict)
 
     def reorder_sequences(self, rows: Any) -> None:
-        """Let attention operations go on in sequence i from the cached keys of sequence `rows[i]` on the same ranks."""
+        """Let attention operations go on in sequence i from keys and values of sequence `rows[i]` on the same ranks."""
         for name, first in self.first.items():
             k, v = self.blocks[name]
             mine = (rows[first : first + k.shape[1]] - first).to(k.device)

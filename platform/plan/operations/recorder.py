@@ -248,9 +248,9 @@ def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], 
 
 
 def _list_legal_extent_hints(planner: Planner, size: int, axes: Sequence[str]) -> list[str]:
-    """Return hints for illegal operations on `axes`, whose product does not divide a dim's `size`: per axis the extents
-    next below and next above that divide it beside the others, or extents of all of them, of which one is not 1, if a
-    change of one axis cannot."""
+    """Return hints on `axes`, whose product does not divide the `size` of an operation's dim: per axis the extents next
+    below and next above that divide it beside the others, or extents of all of them, of which one is not 1, if a change
+    of one axis cannot."""
     n, hints = planner.mesh.count_ranks(axes), []
     for a in axes:
         extent = planner.mesh.axes[a]
