@@ -27,6 +27,7 @@ from platform.cluster.crew.failures import NoPlaces, WorkerFailed
 from platform.cluster.crew.job import Job
 from platform.cluster.crew.signals import Stopped, StopSignals
 from platform.config.fields import Config
+from platform.config.identity import find_checkpoint_url
 from platform.launch import compose_config, prepare_plan
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
@@ -77,9 +78,7 @@ def open_worker_folder(config: Config, name: str) -> Iterator[Path]:
     """Make the folder `name` in the run directory for workers that are examined or measured, and remove it afterwards
     with all that was made for it; only if a worker fails, its log stays. Raises ConfigError if the run directory cannot
     be used."""
-    from platform.train import environment_proof
-
-    folder, home = Path(config.run.dir) / name, environment_proof.find_checkpoint_url(config)
+    folder, home = Path(config.run.dir) / name, find_checkpoint_url(config)
     missing_homes = [] if "://" in home else list_missing_directories(Path(home))
     created_directories = {*list_missing_directories(folder.parent), *missing_homes}
     with refuse_failures("run.dir", config.run.dir, OSError, why="cannot be used ({.strerror})"):

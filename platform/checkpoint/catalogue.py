@@ -29,6 +29,8 @@ from platform.checkpoint import manifest as manifests
 from platform.checkpoint.blocks import Piece, Shapes
 from platform.checkpoint.manifest import NAME, Corrupt, FileReport, Manifest, Meta, OtherFormat, Refused, StoredBlock
 from platform.config.fields import Config
+from platform.config.groups import RESUME
+from platform.config.identity import find_checkpoint_url
 
 # The lease on a storage: only the newest driver of a run may write, not an older one that is still alive.
 #
@@ -192,6 +194,13 @@ def split_url(url: str) -> tuple[str, str | None]:
     """Split a checkpoint's URL into (URL of its storage, directory); for a storage or a run, directory is None."""
     folder, _, name = url.rstrip("/").rpartition("/")
     return (folder or ".", name) if re.fullmatch(_DIRECTORY, name) else (_find_storage_of_run(url) or url, None)
+
+
+def find_resume_source(config: Config) -> tuple[str, str | None]:
+    """Return where a run's workers resume from: the URL of the checkpoint storage, by default the one that they save
+    to, and the checkpoint's name in it, None for the newest."""
+    resume = config.checkpoint.resume
+    return (find_checkpoint_url(config), None) if resume in RESUME else split_url(resume)
 
 
 def _find_storage_of_run(directory: str) -> str:

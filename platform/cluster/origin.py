@@ -18,17 +18,24 @@ from platform.boundary.refusals import ConfigError, refuse_all, refuse_failures
 from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
 from platform.boundary.terminal import Say
-from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, load_manifest
+from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, find_resume_source, load_manifest
 from platform.checkpoint.manifest import Meta, Refused
 from platform.cluster import run_directory
 from platform.config.fields import Config
 from platform.config.groups import RESUME
-from platform.config.identity import HORIZON, complete_identity, find_differences, run_identity, violations_of_identity
+from platform.config.identity import (
+    HORIZON,
+    complete_identity,
+    find_checkpoint_url,
+    find_differences,
+    run_identity,
+    saves_checkpoints,
+    violations_of_identity,
+)
 from platform.monitor import Journal, events
 from platform.optimizer.learning_rate import learning_rate
 from platform.optimizer.optimizers import NOT_OF_FACTORED
 from platform.plan.plan import Plan
-from platform.train import environment_proof
 
 ANSWER_SECONDS = 10.0  # for the first request to a storage
 
@@ -47,7 +54,7 @@ def find_resume_checkpoint(
     c = config.checkpoint
     if c.resume == "never":
         return None
-    url, name = environment_proof.find_resume_source(config)
+    url, name = find_resume_source(config)
     key = "checkpoint.url" if c.resume in RESUME else "checkpoint.resume"
     storage = open_reachable_storage(url, key)
     where = os.path.join(storage.url, name) if name else storage.url
@@ -86,9 +93,9 @@ def last_recorded_step(config: Config) -> int:
 def check_storage_writable(config: Config) -> None:
     """Raise ConfigError if the run, which saves checkpoints, could not write them: write a probe file to its checkpoint
     storage and delete it again."""
-    if not environment_proof.saves_checkpoints(config):
+    if not saves_checkpoints(config):
         return
-    storage = open_reachable_storage(environment_proof.find_checkpoint_url(config), "checkpoint.url")
+    storage = open_reachable_storage(find_checkpoint_url(config), "checkpoint.url")
     missing_folders = list_missing_directories(storage.root) if isinstance(storage, LocalStorage) else []
     name = f".probe-{secrets.token_hex(4)}"
     try:

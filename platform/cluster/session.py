@@ -25,11 +25,11 @@ from platform.cluster.crew.job import Job
 from platform.cluster.crew.launchers import open_crew
 from platform.config.fields import Config, Model
 from platform.config.groups import Data
+from platform.config.identity import find_checkpoint_url
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_digest
 from platform.plan.simulate import stage_rows
 from platform.predict.choose_schedule import build_generation_model, build_schedule, violations_of_kernel
-from platform.train import environment_proof
 from platform.weights.importing import keys_of_saved_model, open_initial_weights
 from platform.weights.model_folder import CONFIG, GENERATION, SavedModel, read_companions_and_tokenizer_lack
 from platform.weights.tensor_names import parse_stored_model
@@ -112,7 +112,7 @@ def _find_checkpoint_storage(directory: Path) -> str:
         config = run_directory.read_configuration(directory)
         assert config
     config.run.dir = str(directory)
-    return environment_proof.find_checkpoint_url(config)
+    return find_checkpoint_url(config)
 
 
 def _read_saved_model(url: str) -> TrainedModel:

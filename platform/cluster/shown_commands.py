@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from platform.boundary.redaction import REDACTED, redact_secrets
 from platform.boundary.refusals import ConfigError, typed_command
 from platform.config.fields import Config
-from platform.config.identity import HORIZON
+from platform.config.identity import HORIZON, find_checkpoint_url
 
 if TYPE_CHECKING:
     from platform.data.tokenizer import Vocabulary
@@ -83,7 +83,6 @@ WRITING = ("decoder", "encoder_decoder")  # model.kind that `platform.generate` 
 def list_next_commands(config: Config, command: Command, vocabulary: Vocabulary | None, go_on: str = "") -> list[str]:
     """Return the command lines that a user may want next, after a finished run under `command`, each with what it does
     behind it. `vocabulary`: its tokenizer; `go_on`: override that its resumption needs, or ""."""
-    from platform.train.environment_proof import find_checkpoint_url
     from platform.weights.tensor_names import choose_family
 
     run_dir, c = _shorten_path(config.run.dir), config.checkpoint

@@ -1,15 +1,17 @@
 """Identity of a run: the keys that must stay the same when it resumes, the keys that `resume.allow` may free, and the
-default run directory, which is derived from the configuration, so that the same command resumes the same run."""
+default run directory, which is derived from the configuration, so that the same command resumes the same run; and where
+its checkpoints are."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from platform.boundary.redaction import redact_secrets
+from platform.boundary.redaction import redact_secrets, strip_url_secrets
 from platform.boundary.refusals import closest_values, format_violation
 from platform.config.fields import KEYS, Config, hash_values, training_loss_name
 from platform.config.groups import AUTO
@@ -170,3 +172,20 @@ def _has_directory_hash_values(path: Path, values: Mapping[str, Any]) -> bool:
     except (OSError, yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError):
         return False
     return all(present in (-1, AUTO) for _, present in find_differences(stored_values, values).values())
+
+
+def find_checkpoint_url(config: Config) -> str:
+    """Return the URL to which a run's workers save checkpoints: checkpoint.url, else run.dir's `checkpoints`."""
+    return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
+
+
+def storage_key(config: Config) -> str:
+    """Return the setting KEY=VALUE that determines where a run saves its checkpoints, for messages to the user."""
+    key = "checkpoint.url" if config.checkpoint.url else "run.dir"
+    return f"{key}={strip_url_secrets(config.checkpoint.url or config.run.dir)}"
+
+
+def saves_checkpoints(config: Config) -> bool:
+    """Return True if a run ever saves checkpoints: regularly, at its end or train.stop_at, or when stopped."""
+    c = config.checkpoint
+    return bool(c.every or c.last or config.train.stop_at or c.on_stop)

@@ -159,17 +159,6 @@ def parse_duration(duration: str) -> float:
     return seconds
 
 
-def parse_job_limit(limit: str) -> int:
-    """Parse the time limit that a user sets for a job, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH,
-    D-HH:MM or D-HH:MM:SS. Raises ValueError for any other form."""
-    if not re.fullmatch(r"([0-9]{1,6}-[0-9]{1,6}(:[0-9]{1,6}){0,2})|([0-9]{1,6}(:[0-9]{1,6}){0,2})", limit):
-        raise ValueError(limit)
-    days, dash, clock = limit.rpartition("-")
-    parts = [int(part) for part in clock.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, units, strict=False))
-
-
 def format_hms(seconds: int) -> str:
     """Format seconds as H:MM:SS, the form of a duration that a user sets, such as a job's time limit."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

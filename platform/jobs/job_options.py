@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from platform.boundary.refusals import closest_values, format_value, format_violation, refuse_all
 from platform.config.fields import violations_of_value
-from platform.config.key import WORKERS, describe_type, key, parse_job_limit
+from platform.config.key import WORKERS, describe_type, key
 
 PREFIX = "job."
 _NAMED = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
@@ -181,3 +181,14 @@ def list_option_rows(kind: type[JobOptions]) -> Iterator[str]:
             one_of = f" ({', '.join(str(c) or chr(34) * 2 for c in legal)})" if legal else ""
             cell = f"`{format_value(default)}`" if default != "" else ""
             yield f"| `{PREFIX}{f.name}` | {cell} | {f.metadata['key'].guidance}{one_of} |"
+
+
+def parse_job_limit(limit: str) -> int:
+    """Parse the time limit that a user sets for a job, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH,
+    D-HH:MM or D-HH:MM:SS. Raises ValueError for any other form."""
+    if not re.fullmatch(r"([0-9]{1,6}-[0-9]{1,6}(:[0-9]{1,6}){0,2})|([0-9]{1,6}(:[0-9]{1,6}){0,2})", limit):
+        raise ValueError(limit)
+    days, dash, clock = limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(n * unit for n, unit in zip(parts, units, strict=False))

@@ -12,9 +12,8 @@ import yaml
 
 from platform.boundary.refusals import format_violation, refuse_all
 from platform.config.groups import Monitor
-from platform.config.key import parse_job_limit
 from platform.jobs import planned_run
-from platform.jobs.job_options import KubernetesOptions, split_and_check_job_options
+from platform.jobs.job_options import KubernetesOptions, parse_job_limit, split_and_check_job_options
 from platform.jobs.planned_run import GIB, TEMPLATES, JobSize, PlannedRun, fill_template, fold_words, plan_job
 from platform.monitor.sinks.sink_process import secrets_of_sinks
 from platform.plan.layout import format_count

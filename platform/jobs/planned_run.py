@@ -17,9 +17,9 @@ from platform.cluster.shown_commands import replace_overrides
 from platform.config.arguments import find_experiment_name, parse_typed_values
 from platform.config.composition import CONF, open_composer
 from platform.config.fields import KEYS, Config, flatten_config
-from platform.config.key import format_hms, parse_job_limit
+from platform.config.key import format_hms
 from platform.data.mixture import paths_by_key
-from platform.jobs.job_options import JobOptions, refuse_missing_options, split_and_check_job_options
+from platform.jobs.job_options import JobOptions, parse_job_limit, refuse_missing_options, split_and_check_job_options
 from platform.launch import compose_config
 from platform.optimizer.optimizers import count_states_per_element
 from platform.plan.accelerators import nominal_memory

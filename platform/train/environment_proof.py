@@ -1,12 +1,8 @@
-"""Proof of a process's environment: the storage, code and versions that it sees. Workers give it before forming.
-
-`find_checkpoint_url` and `find_resume_source` name the storage to which a run saves and the one from which it resumes.
-"""
+"""Proof of a process's environment: the storage, code and versions that it sees. Workers give it before forming."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 import subprocess
 import sys
@@ -17,41 +13,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import platform as package
-from platform.boundary.redaction import strip_url_secrets
 from platform.boundary.refusals import ConfigError
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import split_url
+from platform.checkpoint.catalogue import find_resume_source
 from platform.checkpoint.manifest import NAME
 from platform.config.fields import Config
-from platform.config.groups import RESUME
+from platform.config.identity import find_checkpoint_url, saves_checkpoints
 from platform.train.replies import Proof
 
 _GIT_SECONDS = 2  # that a start may wait for git
-
-
-def find_checkpoint_url(config: Config) -> str:
-    """Return the URL to which a run's workers save checkpoints: checkpoint.url, else run.dir's `checkpoints`."""
-    return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
-
-
-def storage_key(config: Config) -> str:
-    """Return the setting KEY=VALUE that determines where a run saves its checkpoints, for messages to the user."""
-    key = "checkpoint.url" if config.checkpoint.url else "run.dir"
-    return f"{key}={strip_url_secrets(config.checkpoint.url or config.run.dir)}"
-
-
-def saves_checkpoints(config: Config) -> bool:
-    """Return True if a run ever saves checkpoints: regularly, at its end or train.stop_at, or when stopped."""
-    c = config.checkpoint
-    return bool(c.every or c.last or config.train.stop_at or c.on_stop)
-
-
-def find_resume_source(config: Config) -> tuple[str, str | None]:
-    """Return where a run's workers resume from: the URL of the checkpoint storage, by default the one that they save
-    to, and the checkpoint's name in it, None for the newest."""
-    resume = config.checkpoint.resume
-    return (find_checkpoint_url(config), None) if resume in RESUME else split_url(resume)
-
 
 LIBRARIES = ("elastic-platform", "torch", "numpy", "ray")
 

@@ -17,9 +17,9 @@ import torch
 from platform.boundary.documents import error_line
 from platform.boundary.storage import open_storage
 from platform.config.fields import Config
+from platform.config.identity import find_checkpoint_url, saves_checkpoints
 from platform.plan.accelerators import dense_bf16_peak
 from platform.runtime.communicator import Communicator
-from platform.train import environment_proof
 from platform.train.gauges import RunningGpuQuery
 from platform.train.replies import Findings
 
@@ -48,8 +48,8 @@ class WorkerBench:
     def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
         """Prepare the doctor's measurements of this worker: its `device` (cpu | cuda) and its checkpoint storage."""
         self.device, self.sizes, self.found = device, sizes, Findings()
-        saves = environment_proof.saves_checkpoints(config)
-        self.storage_url = environment_proof.find_checkpoint_url(config) if saves else str(run_dir)
+        saves = saves_checkpoints(config)
+        self.storage_url = find_checkpoint_url(config) if saves else str(run_dir)
         self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
 
     def time_fastest(self, work: Callable[[], Any]) -> float:

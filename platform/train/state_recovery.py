@@ -22,10 +22,11 @@ from platform.config.fields import Config, SentConfig
 from platform.optimizer.optimizers import AVERAGE, SIDES
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
+from platform.runtime.communicator import all_gather_values
 from platform.train.faults import WORDS
 from platform.train.replies import Damage, Differences, Dispute
 from platform.train.trainer import Trainer
-from platform.train.training_state import RankTrainingState, all_gather_values, list_state_tensors
+from platform.train.training_state import RankTrainingState, list_state_tensors
 
 
 def is_divided(config: Config) -> bool:

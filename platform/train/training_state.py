@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,7 +35,7 @@ from platform.config.fields import hash_values
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, probe_optimizer_state
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
-from platform.runtime.communicator import Communicator
+from platform.runtime.communicator import all_gather_values
 from platform.runtime.progress import PROGRESS
 from platform.train.rank_parameters import DTYPES, LossScale
 from platform.train.replies import Unrestored
@@ -246,11 +245,6 @@ def attempt_fill(fill: Callable[[], None]) -> Unrestored | None:
         fault = "corrupt" if isinstance(error, Corrupt) else "refused" if isinstance(error, Refused) else "failed"
         return Unrestored(fault, str(error))
     return None
-
-
-def all_gather_values(communicator: Communicator, value: Any) -> list[Any]:
-    """Gather every rank's plain JSON value on all ranks, which call it together; return the values, by rank."""
-    return [json.loads(text) for text in communicator.all_gather_texts(json.dumps(value))]
 
 
 def _refuse_read(part: Share, memory: Tensor) -> None:

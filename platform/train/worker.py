@@ -20,10 +20,11 @@ from platform.boundary import schema
 from platform.boundary.documents import error_line
 from platform.boundary.schema import Real
 from platform.boundary.storage import open_storage
-from platform.checkpoint.catalogue import load_manifest
+from platform.checkpoint.catalogue import find_resume_source, load_manifest
 from platform.checkpoint.manifest import FileReport
 from platform.checkpoint.snapshots import RankSnapshots, find_copy_peers
 from platform.config.fields import Config, SentConfig
+from platform.config.identity import find_checkpoint_url
 from platform.data.corpus import open_run_corpus
 from platform.optimizer.optimizers import preload_imports
 from platform.plan.layout import Mesh
@@ -32,19 +33,19 @@ from platform.plan.simulate import StageRows
 from platform.plan.step_collectives import may_compile
 from platform.predict.choose_schedule import list_process_groups
 from platform.predict.make_plan import make_plan
-from platform.runtime.communicator import SingleRank
+from platform.runtime.communicator import SingleRank, all_gather_values
 from platform.runtime.compilation import reason_uncompiled, use_deterministic_kernels
 from platform.runtime.host_memory import HostMemory
 from platform.runtime.process_groups import connect_process_groups, leave_default_group, meet_ranks
 from platform.runtime.progress import PROGRESS
-from platform.train import environment_proof, replies
+from platform.train import replies
 from platform.train.faults import Fault
 from platform.train.gauges import GAUGES
 from platform.train.generator import TextGenerator
 from platform.train.state_recovery import MemorySource, compare_replicas, is_divided
 from platform.train.step_report import ReportCombiner, add_unaccounted_seconds
 from platform.train.trainer import Trainer
-from platform.train.training_state import RankTrainingState, all_gather_values, attempt_fill
+from platform.train.training_state import RankTrainingState, attempt_fill
 from platform.train.worker_records import RecordingWorker
 
 
@@ -307,7 +308,7 @@ class Worker(RecordingWorker):
     def write_checkpoint(self, directory: str) -> None:
         """Start a thread that writes this rank's last `copy_state` to `directory` of the checkpoint storage."""
         assert self.state
-        storage = open_storage(environment_proof.find_checkpoint_url(self.config))
+        storage = open_storage(find_checkpoint_url(self.config))
         writer = futures.ThreadPoolExecutor(1, "checkpoint")
         self._written = writer.submit(self.state.checkpoint_image.write_file, storage, directory)
         writer.shutdown(wait=False)  # its thread ends after the write
@@ -327,8 +328,7 @@ class Worker(RecordingWorker):
         resumes from or, if `own_storage`, saves to. Return None on success, else why the state is undefined now, alike
         on all ranks."""
         assert self.state
-        find_url, find_source = environment_proof.find_checkpoint_url, environment_proof.find_resume_source
-        storage = open_storage(find_url(self.config) if own_storage else find_source(self.config)[0])
+        storage = open_storage(find_checkpoint_url(self.config) if own_storage else find_resume_source(self.config)[0])
         manifest = load_manifest(storage, directory)  # an error here concerns this rank alone, and fails it
         failed = attempt_fill(partial(self.state.restore_checkpoint, storage, directory, manifest))
         if self.config.elastic.snapshot_interval and not failed:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from platform.checkpoint.snapshots import RankSnapshots, find_copy_peers
-from platform.train.training_state import all_gather_values
+from platform.runtime.communicator import all_gather_values
 
 
 def opened(state, nodes, communicator, shared: bool = True, divided: bool = True) -> RankSnapshots:

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from platform.boundary.refusals import ConfigError
-from platform.config.key import format_hms, parse_job_limit
+from platform.config.key import format_hms
 from platform.jobs.__main__ import main
 from platform.jobs.job_options import (
     JobOptions,
     KubernetesOptions,
     SlurmOptions,
     list_option_rows,
+    parse_job_limit,
     split_and_check_job_options,
 )
 from platform.jobs.kubernetes import render_kubernetes_job

@@ -24,7 +24,14 @@ from platform.cluster.crew.crew import Crew, Worker
 from platform.cluster.crew.failures import GaveUp
 from platform.cluster.origin import find_resume_checkpoint, last_recorded_step
 from platform.config.fields import Config, hash_values
-from platform.config.identity import complete_identity, find_differences, run_identity
+from platform.config.identity import (
+    complete_identity,
+    find_checkpoint_url,
+    find_differences,
+    run_identity,
+    saves_checkpoints,
+    storage_key,
+)
 from platform.config.key import parse_rhythm
 from platform.config.ramps import count_earlier_samples
 from platform.monitor import Journal, events
@@ -32,7 +39,6 @@ from platform.monitor.goodput import validation_losses
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_digest as plan_digest
-from platform.train import environment_proof
 from platform.train.environment_proof import list_versions
 from platform.train.replies import Unwritten
 
@@ -89,9 +95,9 @@ class Checkpoints:
         -> contents of the files that every checkpoint carries."""
         self._files = files or {}
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, selection, journal, say
-        self._storage = open_storage(environment_proof.find_checkpoint_url(config))
+        self._storage = open_storage(find_checkpoint_url(config))
         c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
-        lease = Lease.take(self._storage, owner) if environment_proof.saves_checkpoints(config) else None
+        lease = Lease.take(self._storage, owner) if saves_checkpoints(config) else None
         self._cadence = CheckpointCadence(c.every)
         self._leased = lease is not None and c.resume in _NEWEST  # this driver alone judges the run's checkpoints
         self._saver = CheckpointSaver(self._storage, last=c.keep, every=c.keep_every, lease=lease)
@@ -149,7 +155,7 @@ class Checkpoints:
     def check_save_failures(self) -> None:
         """Raise GaveUp, to end the run, if its last FAILURES checkpoints failed, the first elastic.wait seconds ago."""
         if self._failed >= FAILURES and monotonic() - self._failing >= self._config.elastic.wait:
-            where, count = environment_proof.storage_key(self._config), format_count(self._failed, "checkpoint")
+            where, count = storage_key(self._config), format_count(self._failed, "checkpoint")
             raise GaveUp(f"{where}: {count} in a row could not be written: {self._why}", of_world=True)
 
     @property
@@ -318,7 +324,7 @@ class Checkpoints:
             self.advance_save(crew, wait=WAIT_SECONDS)
             self._saver.wait(POLL_SECONDS)
             if limit and monotonic() > self._began + limit:
-                key = environment_proof.storage_key(self._config)
+                key = storage_key(self._config)
                 raise GaveUp(f"{key}: a save has taken longer than checkpoint.timeout={limit:g} s", of_world=True)
 
     def _build_meta(self, step: int, values: dict[str, Any]) -> Meta:
@@ -365,7 +371,7 @@ class Checkpoints:
                 if self._failed > 1:
                     goes_on += f"; {self._failed} saves in a row have failed, for {monotonic() - self._failing:.0f} s"
             what = event.word.replace("_", " ")
-            where, loud = environment_proof.storage_key(self._config), "WARNING" if self._failed < FAILURES else "ALARM"
+            where, loud = storage_key(self._config), "WARNING" if self._failed < FAILURES else "ALARM"
             self._say(f"{loud}: {what} after step {event.step}: {where}: {event.reason}; {goes_on}")
 
 

@@ -20,8 +20,8 @@ from platform.cluster.crew.crew import ByRank, Crew, Worker
 from platform.cluster.crew.failures import WorkerFailed
 from platform.cluster.crew.job import Job
 from platform.config.fields import Config, flatten_config
+from platform.config.identity import find_checkpoint_url, saves_checkpoints
 from platform.monitor import events
-from platform.train import environment_proof
 from platform.train.environment_proof import describe_environment
 from platform.train.health import groups_by_check, judge_workers, merge_findings
 from platform.train.replies import Findings, Proof
@@ -171,8 +171,8 @@ def compare_worker_environments(crew: Crew, config: Config, run_dir: Path) -> di
     that differ. The probe files that this writes to run directory and checkpoint storage are deleted afterwards. Raise
     ConfigError if the driver itself cannot write them."""
     storages = {"run.dir": open_storage(str(run_dir))}
-    if environment_proof.saves_checkpoints(config):
-        storages["checkpoint.url"] = open_storage(environment_proof.find_checkpoint_url(config))
+    if saves_checkpoints(config):
+        storages["checkpoint.url"] = open_storage(find_checkpoint_url(config))
     with _write_probe_files(storages) as name:
         driver_proof = describe_environment(config, run_dir, name)
         worker_proofs = crew.call_ranks(Worker.prove_environment, name)
@@ -202,7 +202,7 @@ def list_disagreements(driver_proof: Proof, worker_proof: Proof, config: Config)
     `driver_proof` (storage, hashes of code, versions of libraries), and for each feature that the worker lacks."""
     where = {
         "run.dir": config.run.dir,
-        "checkpoint.url": redact_secrets(environment_proof.find_checkpoint_url(config)),
+        "checkpoint.url": redact_secrets(find_checkpoint_url(config)),
         "checkpoint.resume": redact_secrets(config.checkpoint.resume),
     }
     lines = []

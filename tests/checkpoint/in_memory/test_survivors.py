@@ -20,8 +20,7 @@ from platform.checkpoint.memory_recovery import (
 from platform.checkpoint.moves import World
 from platform.checkpoint.snapshots import MemoryMap, NodeSnapshot, RankSnapshots, SharedMemory, open_node_memories
 from platform.plan.layout import Mesh
-from platform.runtime.communicator import SingleRank
-from platform.train.training_state import all_gather_values
+from platform.runtime.communicator import SingleRank, all_gather_values
 from tests.checkpoint.in_memory.test_peers import SHAPES
 from tests.harness.memories import opened, take
 from tests.harness.storage_job import Job, values
