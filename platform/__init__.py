@@ -1,9 +1,11 @@
-"""Python's own `platform` module, extended with the submodules of this package. Define nothing here.
+"""Commands that users type, a file each, and `api`, which offers them to Python. `launch` composes the configuration of
+a job, plans and trains it; `generate` and `evaluate` ask a trained model; `doctor` examines the workers of a run.
 
-Importing this package replaces it in `sys.modules` with the standard library's module object, whose `__path__` is set
-to this directory: `platform.system()` keeps working for all other code, and `platform.launch` can be imported.
-Its `__spec__` stays this package's, so that tools which look for the package by its spec (import-linter) find it.
-`__init__.pyi` says the same to type checkers.
+Define nothing here: this package extends Python's own `platform` module with its submodules. Importing it replaces it
+in `sys.modules` with the standard library's module object, whose `__path__` is set to this directory:
+`platform.system()` keeps working for all other code, and `platform.launch` can be imported. Its `__spec__` stays this
+package's, so that tools which look for the package by its spec (import-linter) find it. `__init__.pyi` says the same to
+type checkers.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""Checkpoints: blocks of global tensors on any storage, verified by hash, and restored under any plan.
+"""Checkpoints: blocks of global tensors on any storage, verified by hash, and restored under any plan. They can be
+converted to safetensors files and to torch.distributed.checkpoint, and back (`interchange.py`).
 
 A worker describes its own blocks as `Block`s, and the blocks of all ranks as `HeldTensor`s, the same list on every
 rank. It makes a `FileImage` of its `shares`, fills it at a step, and writes it in the background; the driver's

@@ -1,5 +1,5 @@
-"""Monitoring of a run, on the driver only: console, journal, metrics, goodput, story, timeline, Weights & Biases.
-Nothing here changes what a run does.
+"""Monitoring of a run, on the driver only: console, journal, metrics, goodput, story, timeline, Prometheus. The records
+in journal.jsonl, metrics.jsonl and live.json are declared here. Nothing here changes what a run does.
 
 Its files in reading order: monitor, goodput, step_parts, timeline, events, json_records, journal, metrics.
 """

@@ -1,4 +1,5 @@
-"""Services that a run's numbers and events are sent to, each by a process of its own that follows the run's files.
+"""Services, such as Weights & Biases, that a run's numbers and events are sent to, each by a process of its own that
+follows the run's files.
 
 The driver starts these processes and knows nothing else of them (`sink_process`). A process reads `metrics.jsonl` and
 `journal.jsonl` as they grow (`follower`), and remembers in `RUN_DIR/sinks/` up to where it has sent them: so a service
