@@ -145,7 +145,7 @@ class Result:
 
     @property
     def loss(self) -> float | None:
-        """Return the training loss of the run's last step, None if no step was done."""
+        """Return the training loss that this Result of `platform.api` ends with, None if no step was done."""
         return self.metrics[-1].loss if self.metrics else None
 
 
@@ -266,7 +266,7 @@ def _read_result(status: int, directory: Path) -> Result:
 
 
 def _build_row(line_values: dict[str, Any]) -> MetricsRow:
-    """Build a run's row of metrics, for its Result, from a line of metrics.jsonl; a missing value is None."""
+    """Build a row of metrics for the Result of `platform.api` from a line of metrics.jsonl; a missing value is None."""
     values: dict[str, Any] = {key: line_values.get(key) for key in MetricsRow.__dataclass_fields__}
     return MetricsRow(**values)
 
@@ -275,6 +275,6 @@ class _FromPython(Command):
     """Start of a run from Python, in the place of a command line; its only argument is the run directory."""
 
     def _format_line(self, arguments: Iterable[str]) -> str:
-        """Format the line of Python that resumes a run that Python started, with what `arguments` change of it."""
+        """Format the line of `platform.api` that resumes a run which Python code started, changed by `arguments`."""
         words = ", ".join(repr(argument) for argument in arguments if not argument.startswith("run.dir="))
         return f"from platform.api import resume; resume({words})"

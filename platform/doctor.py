@@ -75,9 +75,9 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def open_worker_folder(config: Config, name: str) -> Iterator[Path]:
-    """Make the folder `name` in the run directory for workers that are examined or measured, and remove it afterwards
-    with all that was made for it; only if a worker fails, its log stays. Raises ConfigError if the run directory cannot
-    be used."""
+    """Make, for a command such as `platform.doctor`, the folder `name` in the run directory for workers that are
+    examined or measured, and remove it afterwards with all that was made for it; only if a worker fails, its log stays.
+    Raises ConfigError if the run directory cannot be used."""
     folder, home = Path(config.run.dir) / name, find_checkpoint_url(config)
     missing_homes = [] if "://" in home else list_missing_directories(Path(home))
     created_directories = {*list_missing_directories(folder.parent), *missing_homes}
@@ -129,7 +129,7 @@ def _examine_workers(config: Config, plan: Plan, folder: Path, say: Say) -> Doct
 
 
 def _find_disagreements(crew: Crew, job: Job, numbers: Sequence[int]) -> dict[int, list[str]]:
-    """Return in which settings, files or versions workers differ from the driver, lines by member number."""
+    """Return for the doctor's report in which settings, files or versions workers differ from the driver, by number."""
     from platform.cluster.control import examination
 
     crew.assign_ranks(replace(job, coordinates=[{"data": i} for i in range(len(numbers))]), numbers)
@@ -151,7 +151,7 @@ class Row:
 
     @property
     def node_name(self) -> str:
-        """Return the node of a worker in the doctor's report: the machine's name, and the start of Ray's id of it."""
+        """Return a worker's node in the table of `platform.doctor`: the machine's name, the start of Ray's id of it."""
         name, _, ray = self.node.partition("/")
         return f"{name}/{ray[:8]}" if ray else name
 
@@ -170,12 +170,12 @@ class DoctorReport:
         return BAD if self.shared or any(row.bad for row in self.rows) else SOUND
 
     def encode_plain(self) -> dict[str, Any]:
-        """Return the doctor's report as the plain data that `--json` prints."""
+        """Return the report as the plain data that `python -m platform.doctor --json` prints."""
         workers, nodes = [*map(vars, self.rows)], sorted({row.node for row in self.rows if row.bad})
         return {"status": self.exit_status, "bad_nodes": nodes, "workers": workers, "shared": self.shared}
 
     def render_text(self) -> str:
-        """Return the doctor's report as text: a table of the workers, then the bad checks, with what to look at."""
+        """Return the report that `platform.doctor` prints: a table of workers, then the bad checks, what to look at."""
         from platform.train.health import BY_NAME, CHECKS
 
         checks = [check for check in CHECKS if any(check.name in row.findings["readings"] for row in self.rows)]

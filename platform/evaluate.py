@@ -140,9 +140,9 @@ def _measure_tasks(arguments: argparse.Namespace, trained: TrainedModel, overrid
 
 
 def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
-    """Complete the keys of the data on which a trained model is measured, in place: the tokenizer is the model's, in
-    the folder `tokenizer`, a typed path is read as a whole, and if the model keeps documents `apart`, so does the data.
-    Raises ConfigError if the model has no tokenizer, and text needs one."""
+    """Complete in place the keys of the data on which `platform.evaluate` measures a trained model: the tokenizer is
+    the model's, in the folder `tokenizer`, a typed path is read as a whole, and if the model keeps documents `apart`,
+    so does the data. Raises ConfigError if the model has no tokenizer, and text needs one."""
     data = config.data
     if "data.tokenizer" not in typed and data.kind != "synthetic":
         if not tokenizer and data.kind != "tokens":
@@ -164,7 +164,7 @@ def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart:
 
 
 def _choose_splits(corpus: Corpus, asked: str | None) -> dict[str, str]:
-    """Return the splits of a corpus on which to measure a trained model, by source. Raises ConfigError without any."""
+    """Return the splits of a corpus on which evaluate measures a model, by source. Raises ConfigError without any."""
     if asked == "train":
         return {"": "train"}
     splits_by_source = {name: split for name, (split, _) in corpus.validation_splits.items()}

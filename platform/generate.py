@@ -65,7 +65,7 @@ def _build_parser() -> CommandLine:
 
 
 def run_model_command(parser: CommandLine, run: Callable[[Namespace], int], arguments: Sequence[str] | None) -> int:
-    """Run a command that asks a trained model, such as generate or evaluate; return its exit status."""
+    """Run the command `platform.generate`, or another that asks a trained model; return its exit status."""
     from platform.cluster.crew.failures import NoPlaces, WorkerFailed
 
     return run_command(parser, run, arguments, failures=(WorkerFailed, NoPlaces, OSError))
@@ -124,7 +124,7 @@ class PlannedAnswers:
 
     @contextmanager
     def open_model(self, batch: int = 16, *, corpus: str = "", writes: bool = True) -> Iterator[AskedModel]:
-        """Open the model, to be asked about `batch` texts at a time; `corpus` and `writes` as for `open_session`."""
+        """Open the model that a command asks, for `batch` texts at a time; `corpus`, `writes` as in `open_session`."""
         from platform.cluster.asked_model import AskedModel
         from platform.cluster.session import open_session
 
@@ -139,9 +139,9 @@ def plan_answers(
     data: Data | None = None,
     change: Callable[[Config], None] = lambda config: None,
 ) -> PlannedAnswers:
-    """Compose the configuration of a trained model with the user's `arguments` on top, and plan it: without any, one
-    process computes everything. `data`: data that it reads, by default none; `change`: completes the configuration in
-    place. Raises ConfigError with all mistakes."""
+    """Compose, for `platform.generate` or `platform.evaluate`, the configuration of a trained model with the command's
+    `arguments` on top, and plan it: without any, one process computes everything. `data`: data that it reads, by
+    default none; `change`: completes the configuration in place. Raises ConfigError with all mistakes."""
     from platform.config.arguments import parse_typed_values
     from platform.data.tokenizer import load_named_vocabulary
     from platform.launch import compose_config, prepare_plan
@@ -177,7 +177,7 @@ def plan_answers(
 
 
 def _fit_refusal_to_model(line: str, model: Model) -> str:
-    """Return a refusal line whose hints do not change the trained model: they name its own values, and other keys."""
+    """Return a generate command's refusal with hints that keep the trained model: its own values, and other keys."""
     refusal, legal, hint = line.partition(NEAREST)
     key = refusal.partition("=")[0].removeprefix("model.")
     items = [item for item in re.split(", or |, ", hint) if not item.startswith("model.")]
@@ -212,7 +212,7 @@ def _violations_of_prompt_options(arguments: Namespace, words: Sequence[str]) ->
 
 
 def _decode_answer(vocabulary: Any, before: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text of the token ids generated after the ids `before`: the first token may differ there."""
+    """Return the text that `platform.generate` shows of `ids`, generated after `before`: the first may differ there."""
     if vocabulary is None:
         return " ".join(map(str, ids))
     start, whole_text = vocabulary.decode(before), vocabulary.decode([*before, *ids])

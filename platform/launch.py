@@ -90,7 +90,7 @@ def _run_launch_command(argv: Sequence[str], parser: ArgumentParser, phases: Pha
 
 
 def _refuse_command_line(message: str) -> NoReturn:
-    """Raise ConfigError for a launch command line that the parser of flags refuses, with its message."""
+    """Raise ConfigError for a command line of `platform.launch` that its parser of flags refuses, with its message."""
     reason, separator, words = message.partition("unrecognized arguments: ")
     flags = " ".join(word for word in words.split() if word.startswith("-")) or words  # KEY=VALUE behind one is legal
     remark = f"; {HOW_MANY}" if "--workers" in flags else ""
@@ -104,9 +104,9 @@ def compose_config(
     stored: Mapping[str, Any] | None = None,
     say: Say = lambda _: None,
 ) -> Config:
-    """Compose the configuration that a command with the arguments `overrides` runs; `config_dir` adds the user's files.
-    `stored`: a configuration (`Config.to_dict`) on top of which the arguments come. `say`: gets lines on what arguments
-    do not say.
+    """Compose, with Hydra, the configuration that `platform.launch` or another command with the arguments `overrides`
+    runs; `config_dir` adds the user's files. `stored`: a configuration (`Config.to_dict`) on top of which the arguments
+    come. `say`: gets lines on what arguments do not say.
 
     Raises ConfigError with one line for each argument that Hydra refuses and each illegal value.
     """
@@ -142,8 +142,9 @@ def _compose_job(
 
 
 def _complete_config(config: Config, arguments: Sequence[str], say: Say) -> list[str]:
-    """Complete a composed configuration in place: import the user's modules, drop settings that an experiment made for
-    another scheme, parse `tensor.layout`, and make the paths absolute.
+    """Complete in place the configuration that `platform.launch` has composed of a job's arguments: import the user's
+    modules, drop settings that an experiment made for another scheme, parse `tensor.layout`, and make the paths
+    absolute.
 
     Settings that the user typed are kept, so that `violations_of_configuration` can refuse them. Returns one line per
     mistake found on the way; some of them can only be seen by comparing with `arguments`, the job's.
@@ -215,9 +216,9 @@ def _keep_document_mask(config: Config, typed: Mapping[str, Any], name: str) -> 
 
 
 def _select_axes(group: str, axes: Mapping[str, int], declared: list[str], typed: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes in `axes` of the mesh axes that a job keeps for its scheme in `group` (tensor or branch), by
-    name; of the axes that the scheme has (`declared`), and of the axes in `typed`, the keys that the user typed, unless
-    undeclared and of size 1 (without effect).
+    """Return the sizes in `axes` of the mesh axes that a launched job keeps for its scheme in `group` (tensor or
+    branch), by name; of the axes that the scheme has (`declared`), and of the axes in `typed`, the keys that the user
+    typed, unless undeclared and of size 1 (without effect).
 
     Undeclared axes that only an experiment sets are dropped; undeclared typed ones stay, to be refused later.
     """
@@ -228,7 +229,7 @@ def _select_axes(group: str, axes: Mapping[str, int], declared: list[str], typed
 
 
 def _describe_untyped_axes(tensor: Tensor, declared: Sequence[str], before: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line on a typed tensor scheme, with axes `declared`, if it splits nothing; `before`: sizes of axes."""
+    """Yield what launch says of a typed tensor scheme, with axes `declared`, if it splits nothing; `before`: sizes."""
     if declared and all(tensor.axes.get(name, 1) == 1 for name in declared):
         sizes = " or ".join(f"tensor.axes.{name}=N" for name in declared)
         dropped = " ".join(f"tensor.axes.{name}={n}" for name, n in before.items() if n > 1)
@@ -237,8 +238,8 @@ def _describe_untyped_axes(tensor: Tensor, declared: Sequence[str], before: Mapp
 
 
 def _complete_paths(config: Config) -> list[str]:
-    """Make every path in a configuration absolute, in place, as workers have other working directories. Return one
-    refusal line per path that begins with ~USER of a user that does not exist."""
+    """Make every path in a launched job's configuration absolute, in place, as workers have other working directories.
+    Return one refusal line per path that begins with ~USER of a user that does not exist."""
     from platform.data.mixture import paths_by_key
 
     lines, values = [], flatten_config(config)
@@ -326,9 +327,9 @@ def _plan_job(composer: Composer, arguments: list[str], phases: PhaseTimes) -> t
 
 
 def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, list[str]]:
-    """Plan a job whose configuration has the mistakes `mistakes` already; return the plan, None if there is none, and
-    all mistakes, one line each. Settles open keys, parallel.data=-1, buckets and rhythms that are auto in `config`, so
-    that workers make the same plan and take the same snapshots."""
+    """Plan a job that `platform.launch` or another command has composed, with the mistakes `mistakes` so far; return
+    the plan, None if there is none, and all mistakes, one line each. Settles open keys, parallel.data=-1, buckets and
+    rhythms that are auto in `config`, so that workers make the same plan and take the same snapshots."""
     from platform.cluster.resources import choose_auto_keys, expect_cluster, settle_auto_intervals
     from platform.data.data_checks import violations_of_sources
     from platform.predict.make_plan import make_plan
