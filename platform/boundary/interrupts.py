@@ -42,7 +42,7 @@ class Interrupted(BaseException):
 
 
 def watch_imports() -> None:
-    """Let a signal of ENDING end a command of the platform at once, in one line on stderr, while it imports."""
+    """Let a signal end this process at once, in one line on stderr, while the command that it runs is imported."""
     words = sys.orig_argv
     module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
     if module and module[0].removeprefix("platform.") in COMMANDS and module[0].startswith("platform."):
@@ -50,7 +50,7 @@ def watch_imports() -> None:
 
 
 def exit_on_signal() -> None:
-    """Let a signal of ENDING end this command of the platform while it imports; set how torch's threads in it wait."""
+    """Let a signal of ENDING end this process while it imports; set how torch's threads in it wait."""
     global _is_command
     _is_command = True
     if POLICY not in os.environ:
@@ -60,7 +60,7 @@ def exit_on_signal() -> None:
 
 
 def _report_missing_package(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print what ends a command while it imports: a line for a package that it lacks, else what Python prints."""
+    """Print to stderr the error that ends a process as it imports: a line for a missing package, else the traceback."""
     if line := describe_missing_package(error):
         _print_stderr_line(line)
     else:

@@ -322,13 +322,13 @@ def _find_special_file(url: str) -> str:
 
 
 def list_missing_directories(path: Path) -> list[Path]:
-    """List the directories that creating `path` would create, deepest first, to remove them if the run is refused."""
+    """List the directories of the file system that creating `path` would make, deepest first, to undo it later."""
     return [p for p in (path, *path.parents) if not p.exists()]
 
 
 def remove_empty_directories(directories: Iterable[Path]) -> None:
-    """Remove the directories that were made for a refused run, in order, up to the first that is not empty; that one
-    and the rest stay. One that is gone already counts as removed."""
+    """Remove directories of the file system that were made in vain, in order, up to the first that is not empty; that
+    one and the rest stay. One that is gone already counts as removed."""
     with suppress(OSError):
         for directory in directories:
             with suppress(FileNotFoundError):
@@ -336,7 +336,7 @@ def remove_empty_directories(directories: Iterable[Path]) -> None:
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Remove the files and folders `names` in `directory`, made for a refused run, if they exist; ignore errors."""
+    """Remove the files and folders `names` from a `directory` of the file system, if they exist; ignore errors."""
     for path in (directory / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

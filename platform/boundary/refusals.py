@@ -72,8 +72,8 @@ def find_refusal(error: BaseException) -> str:
 
 
 def format_violation(key: str, value: Any, constraint: str, legal: Iterable[Any] = ()) -> str:
-    """Format a refused value of a configuration key as one printable line for the user: "KEY=VALUE: constraint; nearest
-    legal: a, b". A value of more than SHOWN (300) characters is cut."""
+    """Format the line by which a user's value is refused, printable: "KEY=VALUE: constraint; nearest legal: a, b". A
+    value of more than SHOWN (300) characters is cut."""
     value_text, *names = [format_value(value), *(format_value(v) or "''" for v in legal)]
     if len(value_text) > SHOWN:
         value_text = f"{value_text[:SHOWN]}... ({len(value_text)} characters)"
@@ -99,12 +99,12 @@ def rephrase_refusals(change: Callable[[str], str]) -> Iterator[None]:
 
 
 def find_refused_key(line: str) -> str:
-    """Return the key of the configuration that a refusal line is about, or the word with which it begins."""
+    """Return the key that a refusal line is about, with which it begins, or the word in its place."""
     return re.split("[=: ]", line, maxsplit=1)[0]
 
 
 def format_value(value: Any) -> str:
-    """Return a refused or legal value of the configuration as a user writes it: true and false in lower case."""
+    """Return a refused or legal value as a refusal line has it, as a user writes it: true and false in lower case."""
     try:
         return str(value).lower() if isinstance(value, bool) else str(value)
     except (ValueError, RecursionError):  # integers of thousands of digits
@@ -112,8 +112,8 @@ def format_value(value: Any) -> str:
 
 
 def closest_values(value: Any, legal: Iterable[Any]) -> list[Any]:
-    """Return a configuration key's legal values, nearest to a refused `value` first: three integers, or five names; of
-    more names that begin with it, these are the nearest."""
+    """Return the legal values for a refusal line, nearest to the refused `value` first: three integers, or five names;
+    of more names that begin with it, these are the nearest."""
     values = list(legal)
     if all(type(v) is int for v in (value, *values)):
         return sorted(values, key=lambda v: (abs(v - value), v))[:3]
@@ -153,7 +153,7 @@ def typed_command(name: str) -> str:
 
 
 def added_path() -> str | None:
-    """Return the folder of sys.path by which processes without an import hook find this package, if there is one."""
+    """Return the folder of sys.path by which a user's Python finds this package without an import hook, else None."""
     ending = os.path.join("elastic_platform", "children")
     return next((folder for folder in sys.path if folder.endswith(ending)), None)
 
@@ -231,7 +231,7 @@ class _Hangs(BaseException):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception of the user's own code as one line, such as "ValueError: no"; its text may itself fail."""
+    """Return an exception of guarded user code as one line, such as "ValueError: no"; its text may itself fail."""
     name = type(error).__name__
     try:
         return " ".join(f"{name}: {error}".split())
@@ -240,7 +240,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def is_stop_signal(error: BaseException) -> bool:
-    """Return True if an exception raised while the user's own code ran is a stop signal, and no error of that code."""
+    """Return True if an exception raised while guarded user code ran is a stop signal, and no error of that code."""
     if isinstance(error, KeyboardInterrupt):  # of Ctrl-C, unless another handler takes note of that
         return signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return not isinstance(error, Exception | _Hangs) and type(error).__module__.startswith("platform.")
@@ -250,10 +250,10 @@ def is_stop_signal(error: BaseException) -> bool:
 def guard_user_code(
     code_name: str, unchanged: tuple[type[Exception], ...] = (), limit: float = QUICK
 ) -> Iterator[None]:
-    """Raise OwnCodeError in place of any exception that the user's own code `code_name`, such as "extend=my_module",
-    raises within the context, SystemExit and a call of os._exit too; errors of the types `unchanged`, and stop signals,
-    pass. In the main thread a warning after REPORT_AFTER seconds says that the code still runs, and where; the code is
-    ended after `limit` seconds."""
+    """Guard user code: raise OwnCodeError in place of any exception that the user's own code `code_name`, such as
+    "extend=my_module", raises within the context, SystemExit and a call of os._exit too; errors of the types
+    `unchanged`, and stop signals, pass. In the main thread a warning after REPORT_AFTER seconds says that the code
+    still runs, and where; the code is ended after `limit` seconds."""
     try:
         with refuse_process_end(), _limit_user_code_time(code_name, limit):
             yield
@@ -271,7 +271,7 @@ _guarded = threading.local()  # `process`: the one that the user's own code must
 
 
 def _exit_unless_guarded(status: int) -> NoReturn:
-    """End this process as os._exit does, in whose place it stands; raise SystemExit in the user's own code instead."""
+    """End this process as os._exit does, in whose place it stands; raise SystemExit in guarded user code instead."""
     if getattr(_guarded, "process", 0) == os.getpid():  # a fork is that code's own; here nobody would say a word
         raise SystemExit(f"os._exit({status})")
     exit_process(status)
@@ -279,7 +279,7 @@ def _exit_unless_guarded(status: int) -> NoReturn:
 
 @contextmanager
 def refuse_process_end() -> Iterator[None]:
-    """Raise SystemExit where the user's own code calls os._exit, in this process and thread, within the context."""
+    """Raise SystemExit where guarded user code calls os._exit, in this process and thread, within the context."""
     before = getattr(_guarded, "process", 0)
     _guarded.process, os._exit = os.getpid(), _exit_unless_guarded
     try:
@@ -290,7 +290,7 @@ def refuse_process_end() -> Iterator[None]:
 
 @contextmanager
 def _limit_user_code_time(code_name: str, limit: float) -> Iterator[None]:
-    """Raise _Hangs in the user's own code, called `code_name`, once the context has lasted `limit` seconds, after
+    """Raise _Hangs in guarded user code, called `code_name`, once the context has lasted `limit` seconds, after
     warnings that it still runs; do nothing outside of the main thread, or where another handler of SIGALRM is set."""
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     if not free or limit == inf:
@@ -299,7 +299,7 @@ def _limit_user_code_time(code_name: str, limit: float) -> Iterator[None]:
     end = monotonic() + limit
 
     def ring_alarm(_: int, frame: FrameType | None) -> None:
-        """Raise _Hangs if the user's own code has used up its time; else warn that it still runs, and where."""
+        """Raise _Hangs if guarded user code has used up its time; else warn that it still runs, and where."""
         if (seconds_left := end - monotonic()) <= 0:
             raise _Hangs
         position = f", at {_frame_file_name(frame)}:{frame.f_lineno}" if frame else ""
@@ -317,7 +317,7 @@ def _limit_user_code_time(code_name: str, limit: float) -> Iterator[None]:
 
 
 def describe_place(error: BaseException | None) -> str:
-    """Return where an error interrupted the user's own code, as ", at my_module.py:3"; "" if none had begun."""
+    """Return where an error interrupted guarded user code, as ", at my_module.py:3"; "" if none had begun."""
     frames = walk_tb(error.__traceback__) if error else ()
     ours = ("platform", "importlib")
     users = [
@@ -327,5 +327,5 @@ def describe_place(error: BaseException | None) -> str:
 
 
 def _frame_file_name(frame: FrameType) -> str:
-    """Return the file name, without folders, of a stack frame, for messages on where the user's own code runs."""
+    """Return the file name, without folders, of a stack frame, for messages on where guarded user code runs."""
     return Path(frame.f_code.co_filename).name

@@ -56,7 +56,7 @@ def _group_adjacent_blocks(spans: Sequence[FileRange]) -> Iterator[list[FileRang
 
 
 def _hash_run(storage: Storage, run: Sequence[FileRange], into: Sequence[memoryview]) -> list[str]:
-    """Return the SHA-256 of adjacent blocks of a storage's file, by one request; `into`: memory per block, or none."""
+    """Return the SHA-256 of adjacent ranges of a storage's file, read by one request; `into`: memory each, or none."""
     spare = memoryview(bytearray(0 if into else AT_ONCE))
     with storage.open(run[0].file, run[0].at, run[-1].at + run[-1].size) as source:
         return [_hash_next_block(source, span.size, memory, spare) for span, memory in zip_longest(run, into)]

@@ -56,7 +56,7 @@ def read_note(storage: Storage, path: str) -> str:
 
 
 def write_note(storage: Storage, path: str, text: str) -> None:
-    """Write a line, a lease's holder or the reason for a quarantine, to a file for `read_note` and for people."""
+    """Write one line to a small file on the storage, such as who holds it, for `read_note` and for people."""
     storage.write(path, [f"{text}\n".encode()])
 
 
@@ -96,7 +96,7 @@ class RemoteFile:
         return PurePosixPath(self.url).name
 
     def __str__(self) -> str:
-        """Return the URL of the remote file without the secrets in it."""
+        """Return the URL of the remote file with the secrets in it redacted."""
         return strip_url_secrets(self.url)
 
 

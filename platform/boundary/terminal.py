@@ -101,18 +101,18 @@ class QuickExit:
     modules, which takes most of a second for torch. Make it first: exit handlers registered earlier do not run."""
 
     def __init__(self) -> None:
-        """Register an exit function that ends the process at once with `status`, if a command has set it."""
+        """Register an exit function that flushes the standard streams and ends this process, if `status` is set."""
         self.status: int | None = None
         atexit.register(self._exit_process)
 
     def run(self, command: Callable[[], int]) -> int:
-        """Run the process's command and return its exit status, with which the process then ends at once."""
+        """Run `command` and return its exit status, with which this process ends at once, its streams flushed."""
         self.status = status = command()
         flush_streams()
         return status
 
     def _exit_process(self) -> None:
-        """Flush the standard streams and end the command's process at once with its exit `status`, if it is set."""
+        """Flush the standard streams and end this process at once with its exit `status`, if it is set."""
         if self.status is not None:
             flush_streams()
             os._exit(self.status)
@@ -142,7 +142,7 @@ def is_reader_gone() -> bool:
 
 @contextmanager
 def warn_on_write_error(say: Callable[[str], None], what: str) -> Iterator[None]:
-    """Turn an OSError within the context into a warning that `what`, a file not needed by a run, is not written."""
+    """Turn an OSError within the context into a line of text: a warning that `what`, a file, could not be written."""
     try:
         yield
     except OSError as error:
@@ -172,7 +172,7 @@ class LongPhase:
             self.count_done(size(part))
 
     def describe_progress(self, now: float) -> str:
-        """Return how far this phase is, and how long it takes, in words."""
+        """Return the words that a terminal shows of this phase: how far it is, and how long it takes."""
         age = now - self.began
         if self.look:
             self.done, self.total = self.look()
@@ -222,13 +222,13 @@ class _PhaseDisplay:
         threading.Thread(target=self._show_phases_forever, name="phases", daemon=True).start()
 
     def add_phase(self, long_phase: LongPhase) -> None:
-        """Begin to show a phase."""
+        """Begin to show a long phase of this process on the terminal."""
         with self._change:
             self._phases.append(long_phase)
             self._change.notify()
 
     def end_phase(self, long_phase: LongPhase) -> None:
-        """End a phase: take its line off a terminal; a log gets its time."""
+        """End a phase of this process: take its line off a terminal; a log gets its time."""
         with self._change:
             self._phases.remove(long_phase)
             self._erase_line()
@@ -260,7 +260,7 @@ class _PhaseDisplay:
         _TerminalState.transient = self._drawn = True
 
     def _erase_line(self) -> None:
-        """Take the line of a phase off the terminal."""
+        """Take the line of a long phase of this process off the terminal."""
         if self._drawn:
             write_text(sys.stderr, "")
             self._drawn = False
@@ -277,7 +277,7 @@ def _current_phase_display() -> _PhaseDisplay:
 
 
 def _draw_phase(long_phase: LongPhase, now: float) -> str:
-    """Return the line of a terminal that shows a phase."""
+    """Return the line by which a terminal shows a long phase of this process."""
     from rich.console import Console
     from rich.progress_bar import ProgressBar
     from rich.text import Text
@@ -297,7 +297,7 @@ def _draw_phase(long_phase: LongPhase, now: float) -> str:
 
 
 def _format_amount(done: float, total: float, unit: str) -> str:
-    """Return an amount of work in words: "1.2 of 8.9 GB", "3 of 4 workers"."""
+    """Return how much of a long phase is done as a terminal shows it: "1.2 of 8.9 GB", "3 of 4 workers"."""
     if unit == "B":
         most = max(done, total)
         scale, name = next((s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0, "B")) if most >= s)
@@ -307,7 +307,7 @@ def _format_amount(done: float, total: float, unit: str) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """Return seconds in words, such as 12 s or 3 min 20 s."""
+    """Return the time that a long phase takes as a terminal shows it, such as 12 s or 3 min 20 s."""
     whole_seconds = round(seconds)
     return f"{whole_seconds} s" if whole_seconds < 60 else f"{whole_seconds // 60} min {whole_seconds % 60} s"
 
