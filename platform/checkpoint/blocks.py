@@ -250,7 +250,8 @@ def _shift_ranks(holders: dict[Box, tuple[int, ...]], offset: int) -> dict[Box, 
 
 
 def list_held_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:
-    """Return which ranks hold the states of a plan, parameters without gradient: all of a stage have the whole."""
+    """Return which ranks hold the states that a checkpoint has, parameters without gradient: all of a stage the
+    whole."""
     held_states = []
     for p in plan.states:
         whole_box = Box.whole_tensor(plan.global_shape(p))
@@ -261,7 +262,7 @@ def list_held_states(plan: Plan, dtype: torch.dtype | str) -> list[HeldTensor]:
 
 
 def state_name(p: Parameter) -> str:
-    """Return the name under which a parameter without gradient is saved."""
+    """Return the name under which a checkpoint holds a parameter without gradient."""
     return f"{STATES[p.role]}.{p.name}"
 
 
@@ -282,8 +283,9 @@ def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinat
 
 
 def _list_saved_boxes(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
-    """Return the blocks of parameter `p` whose master copy and optimizer state the rank at `coordinates` saves: its
-    block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has none."""
+    """Return the blocks of parameter `p` whose master copy and optimizer state the rank at `coordinates` saves in a
+    checkpoint: its block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has
+    none."""
     if not plan.has_block(p, coordinates):
         return []
     if not plan.bucket_by_parameter[p.name].sharded:

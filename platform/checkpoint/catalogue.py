@@ -197,14 +197,14 @@ def split_url(url: str) -> tuple[str, str | None]:
 
 
 def find_resume_source(config: Config) -> tuple[str, str | None]:
-    """Return where a run's workers resume from: the URL of the checkpoint storage, by default the one that they save
+    """Return which checkpoint a run resumes from: the URL of the checkpoint storage, by default the one that it saves
     to, and the checkpoint's name in it, None for the newest."""
     resume = config.checkpoint.resume
     return (find_checkpoint_url(config), None) if resume in RESUME else split_url(resume)
 
 
 def _find_storage_of_run(directory: str) -> str:
-    """Return the URL of the storage where the run in a directory has its checkpoints, "" if there is no run in it."""
+    """Return the URL of the storage of checkpoints that the run in a directory saves to, "" if there is none in it."""
     path = Path(directory).expanduser()
     with suppress(Malformed, OSError):
         config = schema.parse_value(Config, documents.parse_yaml(documents.read_bytes(path / "config.yaml")))
@@ -333,7 +333,7 @@ class Selection:
 
     @property
     def step(self) -> int:
-        """Return the number of updates in the selected checkpoint, 0 if there is none."""
+        """Return the step of the selected checkpoint, the number of updates in it, 0 if none is selected."""
         return self.manifest.meta.step if self.manifest else 0
 
     @property

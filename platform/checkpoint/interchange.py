@@ -51,7 +51,7 @@ def export_safetensors(storage: Storage, directory: str, manifest: Manifest, tar
 
 @contextmanager
 def _show_export_progress(manifest: Manifest, names: Sequence[str]) -> Iterator[Iterator[str]]:
-    """Yield the names of a checkpoint's tensors; each is shown as exported when the next one is taken."""
+    """Yield the names of the tensors of a checkpoint to convert; each is shown as done when the next one is taken."""
     sizes = {name: prod(t.shape) * DTYPES[t.dtype].itemsize for name in names for t in [manifest.tensors[name]]}
     with show_phase("exporting", sum(sizes.values()), "B") as shown:
         yield shown.iterate_parts(names, sizes.__getitem__)
@@ -76,7 +76,7 @@ def write_safetensors(
     head += b" " * (-len(head) % 8)
 
     def iterate_chunks() -> Iterator[memoryview]:
-        """Yield the bytes of an exported safetensors file: its header, then one tensor after another."""
+        """Yield the bytes of the safetensors file that a checkpoint is converted to: its header, then all tensors."""
         yield memoryview(len(head).to_bytes(8, "little") + head)
         for tensor in tensors:
             yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -103,9 +103,9 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
 
 
 def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, ForeignTensor]]:
-    """Read the header of a safetensors file in an untrusted folder; return its metadata, and its tensors by name, with
-    their place in the file. Raises Malformed, also for every header that the safetensors package refuses, Refused or
-    OSError."""
+    """Read the header of a safetensors file, such as checkpoints are converted to and from, in an untrusted folder;
+    return its metadata, and its tensors by name, with their place in the file. Raises Malformed, also for every header
+    that the safetensors package refuses, Refused or OSError."""
     if (size := folder.list_sizes("").get(file)) is None:
         raise Refused("there is no such file")
     if size < 8:
@@ -125,8 +125,8 @@ def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, F
 
 
 def _check_tiling(placed: Mapping[str, ForeignTensor], begin: int, size: int) -> None:
-    """Raise Malformed unless a safetensors file's tensors, each with its place in the file of `size` bytes, tile it
-    from `begin` on: no byte is of two tensors, and none is of no tensor."""
+    """Raise Malformed unless the tensors of a safetensors file to convert to a checkpoint, each with its place in the
+    file of `size` bytes, tile it from `begin` on: no byte is of two tensors, and none is of no tensor."""
     at, before = begin, ""
     for name, t in sorted(placed.items(), key=lambda item: item[1].data_offsets):
         start, end = t.data_offsets
@@ -149,7 +149,7 @@ class ForeignTensor:
 
     @property
     def torch_type(self) -> torch.dtype:
-        """Return the torch type of this tensor's elements in the safetensors file."""
+        """Return the torch type of this tensor, in the safetensors file and in a checkpoint made of it."""
         return _FROM_SAFETENSORS[self.dtype]
 
     def locate_in_file(self, name: str, begin: int, size: int) -> ForeignTensor:
@@ -235,7 +235,7 @@ def store_tensors(storage: Storage, tensors: Tensors, meta: Meta) -> str:
 
 
 def _copy_tensors(pieces: Sequence[Piece[Tensor]], into: Sequence[Tensor]) -> None:
-    """Copy the elements of pieces of imported tensors into the memory given for each, uint8 [bytes]."""
+    """Copy pieces of tensors that are converted to a checkpoint's into the memory given for each, uint8 [bytes]."""
     for piece, memory in zip(pieces, into, strict=True):
         memory.copy_(piece.source.contiguous().view(-1).view(torch.uint8))
 
@@ -306,8 +306,8 @@ def _hide_process_group_warning() -> Iterator[None]:
 
 
 def _split_new_target(target: str) -> tuple[Storage, str]:
-    """Split the path or URL of an export's target into the storage of its folder and its name there. Raises
-    FileExistsError if it exists: a failure midway would destroy it."""
+    """Split the path or URL to which a checkpoint is converted into the storage of its folder and its name there.
+    Raises FileExistsError if it exists: a failure midway would destroy it."""
     folder, name = split_file_url(target)
     if name in folder.list_sizes(""):
         raise FileExistsError(f"{target} exists; name another target")

@@ -43,7 +43,7 @@ def gather_single_rank(value: Any) -> list[Any]:
 
 
 def note_nothing(done: int, total: int) -> None:
-    """Say nothing of how far a restore is."""
+    """Say nothing of how far the restoring of a checkpoint is."""
 
 
 def exchange_nothing(sent: Messages, received: Messages) -> None:
