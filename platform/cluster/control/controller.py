@@ -79,30 +79,30 @@ class StepPace:
     length is their number."""
 
     def __init__(self) -> None:
-        """Initialise the durations of a run's training steps, of which none is recorded yet."""
+        """Initialise the durations of the control loop's steps, of which none is recorded yet."""
         self._before = 0  # the step before the first one recorded
         self._seconds = array("d")
 
     def __len__(self) -> int:
-        """Return the number of the run's training steps whose durations are recorded."""
+        """Return how many steps of the control loop have a recorded duration."""
         return len(self._seconds)
 
     def add_step(self, step: int, seconds: float) -> None:
-        """Append the duration of the run's step `step`, which must follow the last one added and not taken back."""
+        """Append the duration of the control loop's step `step`, which must follow the last one added and kept."""
         if not self._seconds:
             self._before = step - 1
         assert step == self._before + len(self._seconds) + 1, f"step {step} does not follow"
         self._seconds.append(seconds)
 
     def forget_steps_after(self, step: int) -> float:
-        """Forget the durations of the run's steps after `step`, which are rolled back; return their sum in seconds."""
+        """Forget the durations of the control loop's steps after `step`, rolled back; return their sum in seconds."""
         kept_count = max(0, step - self._before)
         lost_seconds = sum(self._seconds[kept_count:])
         del self._seconds[kept_count:]
         return lost_seconds
 
     def median_seconds(self, after_step: int) -> float | None:
-        """Return the median seconds of the run's last USUAL_STEPS steps after step `after_step`; None without any."""
+        """Return the median seconds of the control loop's last USUAL_STEPS steps after `after_step`, None without."""
         known = self._seconds[max(0, after_step - self._before) :][-USUAL_STEPS:]
         return median(known) if known else None
 

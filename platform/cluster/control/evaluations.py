@@ -100,7 +100,7 @@ class StepForecaster:
             generation.timeline.forecast = self.of_step
 
     def add_step(self, row: MetricsRow) -> None:
-        """Note a committed step, if it was predicted, and its workers' gauges."""
+        """Note a step that the control loop has committed, if it was predicted, and its workers' gauges."""
         self._workers = row.workers or self._workers
         if row.predicted_seconds and row.parts and not row.skipped:
             self._steps.append(row.parts)
@@ -151,8 +151,8 @@ class StepForecaster:
         return price.seconds
 
     def report_typical_step(self) -> None:
-        """Report a typical step of the last generation, part by part, to journal and user, if it had enough steps; and
-        to the user that its workers waited for processors, if they did."""
+        """Report a typical step of the control loop's last generation, part by part, to journal and user, if it had
+        enough steps; and to the user that its workers waited for processors, if they did."""
         if busy := describe_busy_processors(self._workers):
             self._run.monitor.say(f"WARNING: {busy}")
         if len(self._steps) < FEWEST or not self._hardware:
@@ -331,8 +331,8 @@ def build_metrics_row(
 
 
 def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: float, config: Config) -> dict[str, Any]:
-    """Return what a row says of the parts of a step, if they were measured: their seconds, which add up to
-    `wall_seconds`, and the seconds predicted of a full step, if it is one."""
+    """Return what the control loop puts into a row of the parts of a step, if they were measured: their seconds, which
+    add up to `wall_seconds`, and the seconds predicted of a full step, if it is one."""
     if not report.parts:
         return {}
     first, end = report.samples
@@ -343,7 +343,7 @@ def _parts_of_step(report: StepReport, generation: Generation, wall_seconds: flo
 
 
 def _worker_spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
-    """Return what a row says of the spreads over the workers of a step: their numbers, and the ranks at the ends."""
+    """Return what the control loop puts into a row on the spreads over a step's workers: numbers, ranks at the ends."""
     if not workers:
         return {}
     numbers: dict[str, float] = {}
@@ -355,7 +355,7 @@ def _worker_spreads(workers: Mapping[str, RankRange]) -> dict[str, Any]:
 
 
 def _expert_load(routed: Sequence[int]) -> dict[str, float]:
-    """Return how even the load of experts was in a step, and how much of it was dropped, from `StepReport.routed`."""
+    """Return what the control loop puts into a row on experts: how even their load was, and how much was dropped."""
     experts = len(routed) // 2
     chosen, taken = sum(routed[:experts]), sum(routed[experts:])
     shares = [n / chosen for n in routed[:experts]]

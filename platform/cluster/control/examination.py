@@ -182,9 +182,9 @@ def compare_worker_environments(crew: Crew, config: Config, run_dir: Path) -> di
 
 @contextmanager
 def _write_probe_files(storages: Mapping[str, Storage]) -> Iterator[str]:
-    """Write a file of random bytes to each storage, for the workers to read, yield the file's name, and delete the
-    files at the end. `storages`: configuration key -> storage. Raise ConfigError, naming the key, for one that cannot
-    be written."""
+    """Write a file of random bytes to each storage, for the members of a generation to read, yield the file's name, and
+    delete the files at the end. `storages`: configuration key -> storage. Raise ConfigError, naming the key, for one
+    that cannot be written."""
     name = f".probe-{secrets.token_hex(8)}"
     try:
         for key, storage in storages.items():
@@ -198,8 +198,9 @@ def _write_probe_files(storages: Mapping[str, Storage]) -> Iterator[str]:
 
 
 def list_disagreements(driver_proof: Proof, worker_proof: Proof, config: Config) -> list[str]:
-    """Return one line for each difference between a worker's environment, `worker_proof`, and the driver's,
-    `driver_proof` (storage, hashes of code, versions of libraries), and for each feature that the worker lacks."""
+    """Return one line for each difference that keeps a generation from forming, between a worker's environment,
+    `worker_proof`, and the driver's, `driver_proof` (storage, hashes of code, versions of libraries), and for each
+    feature that the worker lacks."""
     where = {
         "run.dir": config.run.dir,
         "checkpoint.url": redact_secrets(find_checkpoint_url(config)),

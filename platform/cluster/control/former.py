@@ -258,7 +258,7 @@ class GenerationFormer:
 
 
 def _describe_schedule(schedule: Schedule) -> str:
-    """Describe a new mesh's pipeline schedule: size, simulated bubble, and its table unless wider than _WIDTH."""
+    """Describe a generation's pipeline schedule as it forms: size, simulated bubble, table unless wider than _WIDTH."""
     bubble = simulate(schedule).bubble
     title = f"schedule  {schedule.name}: {schedule.stages} stages x {schedule.chunks} chunks, {schedule.microbatches}"
     lines = [f"{title} microbatches; bubble {bubble:.1%} of the work", *table(schedule.rows).splitlines()]

@@ -81,19 +81,19 @@ class MergedTrace(NamedTuple):
 
 
 def step_note_path(run_dir: Path, step: int, generation: int) -> Path:
-    """Return the path of a driver's note on a profiled step."""
+    """Return the path of the control loop's note on a profiled step."""
     return run_dir / PROFILE / PARTS / f"step-{step}.generation-{generation}.json"
 
 
 def write_step_note(run_dir: Path, step: int, generation: int, note: StepNote) -> None:
-    """Write a driver's note on a profiled step. Raises OSError."""
+    """Write the control loop's note on a profiled step. Raises OSError."""
     path = step_note_path(run_dir, step, generation)
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     replace_text(path, json.dumps(redact_secrets(asdict(note))) + "\n")
 
 
 def read_step_note(run_dir: Path, step: int, generation: int) -> StepNote:
-    """Read a driver's note on a profiled step, empty if there is none. Raises Malformed, OSError."""
+    """Read the control loop's note on a profiled step, empty if there is none. Raises Malformed, OSError."""
     try:
         raw = documents.read_bytes(step_note_path(run_dir, step, generation), LARGEST_NOTE)
     except FileNotFoundError:
@@ -104,9 +104,9 @@ def read_step_note(run_dir: Path, step: int, generation: int) -> StepNote:
 def build_predicted_spans(
     simulated: Sequence[tuple[str, float, float]], makespan: float, parts: Mapping[str, float], optimizer: str
 ) -> list[PredictedSpan]:
-    """Return the spans of a stage's predicted step: one around the whole, the `simulated` actions, and, after the
-    `makespan` of all stages, the rest of the reduction and the update. `parts`: predicted seconds; `optimizer`:
-    name of the update among them."""
+    """Return the spans of a stage's predicted step in the merged trace: one around the whole, the `simulated` actions,
+    and, after the `makespan` of all stages, the rest of the reduction and the update. `parts`: predicted seconds;
+    `optimizer`: name of the update among them."""
     reduce, update = END_OF_STEP
     end = max(sum(parts.values()), makespan)
     begin = max(makespan, end - parts.get(optimizer, 0.0))
@@ -124,8 +124,8 @@ def newest_parts(run_dir: Path) -> list[tuple[PartName, Path]]:
 
 
 def merge_parts(run_dir: Path, path: Path) -> MergedTrace | None:
-    """Merge the parts of a run's profile into the trace `path`; return an account of it, None if there are no parts.
-    Raises Malformed, OSError."""
+    """Merge, for the control loop, the workers' parts of a run's profile into the trace `path`; return an account of
+    it, None if there are no parts. Raises Malformed, OSError."""
     parts = newest_parts(run_dir)
     if not parts:
         return None
@@ -163,7 +163,7 @@ class _Trace:
     timeline, and the threads and streams that torch's profiler saw; and a process for the parts of the steps."""
 
     def __init__(self, heads: Mapping[PartName, PartHead], notes: Mapping[tuple[int, int], StepNote]):
-        """Prepare the trace of parts with these `heads`, and `notes` by step and generation."""
+        """Prepare the merged trace of profile parts with these `heads`, and `notes` by step and generation."""
         self._heads, self._notes, self._shifts = heads, notes, measure_clock_shifts(heads, notes)
         seats = sorted({name[1:] for name in heads})  # generation, rank
         self._pids = {seat: pid for pid, seat in enumerate(seats, 1)}
@@ -173,7 +173,7 @@ class _Trace:
         self._owned = {name: self._timeline_events(name) for name in heads}
 
     def json_pieces(self, events: Mapping[PartName, Iterator[Event]]) -> Iterator[str]:
-        """Yield the JSON text of the trace, piece by piece; `events`: the events of each part."""
+        """Yield the JSON text of the merged trace, piece by piece; `events`: the events of each worker's part."""
         yield '{"displayTimeUnit":"ms","traceEvents":[\n'
         streams = [self._absolute_events(name, part_events) for name, part_events in events.items()]
         streams += map(iter, [*self._owned.values(), sorted(self._step_part_events(), key=_event_sort_key)])
@@ -189,13 +189,13 @@ class _Trace:
         yield f'\n],"otherData":{json.dumps(self._describe_trace())}}}\n'
 
     def _describe_trace(self) -> dict[str, Any]:
-        """Return what the trace says of itself."""
+        """Return what the merged trace of the profiled steps says of itself."""
         cut = sum(head.cut for head in self._heads.values())
         steps = sorted({name.step for name in self._heads})
         return {"steps": ", ".join(map(str, steps)), "events_left_out": str(cut)}
 
     def _absolute_events(self, name: PartName, events: Iterator[Event]) -> Iterator[Event]:
-        """Yield the events of a part in its process, at nanoseconds since the epoch."""
+        """Yield the events of a worker's part in its process of the merged trace, at nanoseconds since the epoch."""
         pid, part = self._pids[name[1:]], [*self._heads].index(name)
         base = self._heads[name].left + self._shifts[name]
         for event in events:
@@ -206,7 +206,7 @@ class _Trace:
             yield event
 
     def _timeline_events(self, name: PartName) -> list[Event]:
-        """Return the events of a part's timeline and of its prediction, in order; name their threads."""
+        """Return the merged trace's events of a part's timeline and of its prediction, in order; name their threads."""
         head, note = self._heads[name], self._notes[name[:2]]
         base, threads = head.left + self._shifts[name] + head.began, self._threads[self._pids[name[1:]]]
         actions = {s.section: a for s in head.timeline.sections if (a := _parse_action(s.section))}
@@ -223,12 +223,12 @@ class _Trace:
         return list(nest_events(sorted(trace_events, key=_event_sort_key), threads))
 
     def _build_span(self, name: PartName, thread: int, base: int, start: float, end: float) -> Event:
-        """Return an event of a thread, from `start` to `end`, seconds after `base`, without its name."""
+        """Return an event of a thread of the merged trace, from `start` to `end`, seconds after `base`, unnamed."""
         begin, stop = base + round(start * 1e9), base + round(end * 1e9)
         return {"ph": "X", "pid": self._pids[name[1:]], "tid": thread, "ts": begin, "dur": stop - begin}
 
     def _step_part_events(self) -> Iterator[Event]:
-        """Yield the parts of each step, one after the other, as predicted and, on a thread beside, as measured."""
+        """Yield the merged trace's parts of each step, in turn, as predicted and, on a thread beside, as measured."""
         for (step, generation), note in self._notes.items():
             first = min(name for name in self._heads if name[:2] == (step, generation))
             begin = self._heads[first].left + self._shifts[first]
@@ -242,7 +242,7 @@ class _Trace:
                         time += length
 
     def _name_metadata_events(self) -> Iterator[Event]:
-        """Yield the events that name processes and threads."""
+        """Yield the events that name processes and threads of the merged trace."""
         names = {}
         for name in self._heads:
             title = _value_or_default(self._notes[name[:2]].names, name.rank, f"rank{name.rank}")
@@ -261,23 +261,23 @@ class _Trace:
 
 
 def _parse_action(name: str) -> Action | None:
-    """Return the action of a pipeline schedule of that name, None if it is none."""
+    """Return the pipeline action that a section of the merged trace names, None if it names none."""
     matched = _ACTION.fullmatch(name)
     return Action(Kind(matched[2]), int(matched[3]), int(matched[1])) if matched else None
 
 
 def _value_or_default(values: Sequence[Any], i: int, default: Any) -> Any:
-    """Return values[i], or another value where there are fewer."""
+    """Return values[i] of the control loop's note on a profiled step, or a default where there are fewer."""
     return values[i] if i < len(values) else default
 
 
 def _event_sort_key(event: Event) -> tuple[int, int]:
-    """Return the key by which events are sorted: by beginning, and what lies around others before these."""
+    """Return the key by which the merged trace sorts events: by beginning, and what lies around others before these."""
     return event["ts"], -event.get("dur", 0)
 
 
 def _gzip_pieces(pieces: Iterator[str]) -> Iterator[bytes]:
-    """Yield a text, given in pieces, as gzip compresses it."""
+    """Yield the text of the merged trace, given in pieces, as gzip compresses it."""
     packer = zlib.compressobj(6, wbits=31)
     for piece in pieces:
         if raw := packer.compress(piece.encode()):
