@@ -113,7 +113,7 @@ class GaveUp(Exception):
     world."""
 
     def __init__(self, message: str, of_world: bool = False):
-        """Construct the end of a run by a condition, `message`, that it cannot survive."""
+        """Construct the exception that ends a run and its crew: a condition, `message`, that they cannot survive."""
         super().__init__(message)
         self.of_world = of_world
 

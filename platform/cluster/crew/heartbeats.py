@@ -66,7 +66,7 @@ class _LinkCounters(NamedTuple):
 
     @property
     def rate(self) -> float | None:
-        """Return the speed of the link lately, in bytes per second, None if it is not known."""
+        """Return the speed of a crew's link by recent heartbeats, in bytes per second, None if it is not known."""
         return median(self.speeds) if self.speeds else None
 
     def update_counters(self, link: TcpLink) -> _LinkCounters:
@@ -207,7 +207,7 @@ NOTHING = CallMonitor()
 
 
 def _suspicion_sort_key(worker: SeenWorker) -> tuple[int, int]:
-    """Order the workers of a run by how much each explains of a standstill, the most first."""
+    """Order a crew's workers by how much their heartbeats explain of a standstill, the most first."""
     beat = worker.activity
     kind = 3 if worker.answered else 0 if worker.owes is not None else 1 if beat and not beat.waiting else 2
     return kind, worker.rank

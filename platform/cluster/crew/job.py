@@ -168,7 +168,7 @@ def share_cores(cores: int, quota: float, workers: int, variable: str = "") -> i
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, by its affinity and the quota of its container."""
+    """Return the CPU cores that worker processes here may use, by this process's affinity and its container's quota."""
     return share_cores(len(os.sched_getaffinity(0)), read_cpu_quota(), 1)
 
 
@@ -191,14 +191,14 @@ def read_cpu_quota(root: Path = Path("/")) -> float:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a small file of the kernel about control groups; "" if it cannot be read."""
+    """Return the text of the kernel's file on control groups, which limit worker processes; "" if it cannot be read."""
     with suppress(OSError, ValueError):
         return path.read_text().strip()
     return ""
 
 
 def gpu_count() -> int:
-    """Return how many of this machine's GPUs workers may use; 0, without torch, if there is no GPU driver."""
+    """Return how many GPUs a crew's processes here may use; 0, without torch, if there is no GPU driver."""
     if not any(Path(sign).exists() for sign in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")):
         return 0
     import torch
