@@ -45,8 +45,8 @@ class MeasuredLoss:
     samples: int
 
     def table_row(self) -> dict[str, Any]:
-        """Return a row of the table of a model's losses as plain data: source, samples, loss, the numbers of tokens,
-        words and bytes, the perplexity per each, and bits per byte; None where words or bytes are unknown."""
+        """Return a row of the table of an asked model's losses as plain data: source, samples, loss, the numbers of
+        tokens, words and bytes, the perplexity per each, and bits per byte; None where words or bytes are unknown."""
         units = {"token": self.tokens, "word": self.words, "byte": self.size}
         row: dict[str, Any] = {"source": self.source, "samples": self.samples, "loss": self.nats / self.tokens}
         for unit, count in units.items():
@@ -57,7 +57,7 @@ class MeasuredLoss:
 
 
 def _finite_perplexity(nats: float, count: int) -> float | None:
-    """Return the perplexity e^(nats / count) of a trained model on a text, None if that is no finite number."""
+    """Return the perplexity e^(nats / count) of an asked model on a text, None if that is no finite number."""
     try:
         perplexity = math.exp(nats / count)
     except OverflowError:
@@ -68,8 +68,8 @@ def _finite_perplexity(nats: float, count: int) -> float | None:
 def measure_losses(
     asked: AskedModel, corpus: Corpus, splits: Mapping[str, str], max_samples: int
 ) -> list[MeasuredLoss]:
-    """Measure a trained model's loss on held-out text. `splits`: source -> split of the
-    corpus; `max_samples`: samples of each split to evaluate, 0 for all."""
+    """Measure an asked model's loss, by its workers, on held-out text. `splits`: source -> split of the corpus;
+    `max_samples`: samples of each split to evaluate, 0 for all."""
     counts = {split: corpus.count_samples(split) for split in splits.values()}
     samples = {split: min(count, max_samples or count) for split, count in counts.items()}
     losses, rows = asked.ask(Worker.evaluate_splits, samples)[0], []
@@ -81,8 +81,8 @@ def measure_losses(
 
 
 def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int, int]:
-    """Count the words, between spaces, and the bytes of the held-out text on which a model's loss is measured: what the
-    labels of a split's first samples spell, without special tokens; zeros if the corpus has no tokenizer."""
+    """Count the words, between spaces, and the bytes of the held-out text on which an asked model's loss is measured:
+    what the labels of a split's first samples spell, without special tokens; zeros if the corpus has no tokenizer."""
     vocabulary = corpus.vocabulary
     if vocabulary is None:
         return 0, 0
@@ -104,7 +104,7 @@ def count_words_and_bytes(corpus: Corpus, split: str, samples: int) -> tuple[int
 
 
 def print_losses(rows: Sequence[MeasuredLoss], say: Say, only_source: str) -> None:
-    """Print the table of a model's losses and perplexities per token, word and byte, a row per held-out text.
+    """Print the table of an asked model's losses and perplexities per token, word and byte, a row per held-out text.
     `only_source`: the name of the source, if there is one alone, which has none."""
     units = f"{'per token':>11} {'per word':>12} {'per byte':>9} {'bits/byte':>9}"
     say(f"{'source':<20} {'tokens':>12} {'loss':>9} {units}")
@@ -118,9 +118,9 @@ def print_losses(rows: Sequence[MeasuredLoss], say: Say, only_source: str) -> No
 
 
 def measure_bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, beams: int) -> dict[str, Any]:
-    """Let a trained model translate the first `samples` texts of a split of pairs, by a beam search, and return the
-    BLEU of the translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts
-    that the search keeps. Raises ConfigError for data that are no pairs of texts."""
+    """Let an asked model translate the first `samples` texts of a split of pairs, by a beam search, and return the BLEU
+    of the translations: "bleu", its "signature" as sacrebleu gives it, and "pairs", their number. `beams`: texts that
+    the search keeps. Raises ConfigError for data that are no pairs of texts."""
     from sacrebleu.metrics import BLEU
 
     if not corpus.vocabulary or not isinstance(next(iter(corpus.parts[0].streams.values())), PairStream):
@@ -138,7 +138,7 @@ def measure_bleu(asked: AskedModel, corpus: Corpus, split: str, samples: int, be
 
 
 def _decode_translation(corpus: Corpus, ids: list[int]) -> str:
-    """Decode the token ids of a model's translation to text, without the id that ends it."""
+    """Decode the token ids of an asked model's translation to text, without the id that ends it."""
     return corpus.decode([i for i in ids if i != corpus.special.end])
 
 
@@ -152,7 +152,7 @@ class NotScored(Exception):
 
 
 def violations_of_tasks(config: Config) -> Iterator[str]:
-    """Yield a refusal line if eval.tasks needs lm_eval, not installed, one if eval.task_folder does not exist."""
+    """Yield a line if a run is to score tasks and lm_eval is not installed, one if its eval.task_folder is missing."""
     e = config.eval
     if e.tasks and find_spec("lm_eval") is None:
         yield f"{KEY}: needs the package lm_eval: pip install 'elastic-platform[eval]'"
@@ -199,13 +199,13 @@ class Lines:
     the file is taken back; a file without a line is removed at the end. Raises ConfigError if it cannot be made."""
 
     def __init__(self, path: str, option_name: str):
-        """Create the file for a model's answers at `path`, which an option `option_name` names. Raises ConfigError."""
+        """Create the file for an asked model's answers at `path`, named by option `option_name`. Raises ConfigError."""
         self._path, self._flag, self._whole = path, option_name, 0
         with refuse_unwritable(option_name, path):
             self._file = open(path, "xb", buffering=0)
 
     def append_line(self, text: str) -> None:
-        """Append a line to the file of a model's answers. Raises ConfigError, naming the option, if that fails."""
+        """Append a line to the file of an asked model's answers. Raises ConfigError, naming the option, on failure."""
         raw = memoryview(f"{text}\n".encode())
         with refuse_unwritable(self._flag, self._path):
             while raw:
@@ -213,11 +213,11 @@ class Lines:
         self._whole = self._file.tell()
 
     def __enter__(self) -> Lines:
-        """Return this file of a model's answers, which `__exit__` closes."""
+        """Return this file of an asked model's answers, which `__exit__` closes."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Close the file of a model's answers, cut after its last whole line, and remove it if it has none."""
+        """Close the file of an asked model's answers, cut after its last whole line, and remove it if it has none."""
         with suppress(OSError):
             self._file.truncate(self._whole)
         self._file.close()

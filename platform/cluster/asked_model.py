@@ -46,8 +46,8 @@ class Prompt:
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """Read the prompts that a model is to continue from a file: one per line of text, or per object of .jsonl, by
-    `prompt`, `messages` or `ids`. Raises ConfigError, naming the line."""
+    """Read the prompts that an asked model is to continue from a file: one per line of text, or per object of .jsonl,
+    by `prompt`, `messages` or `ids`. Raises ConfigError, naming the line."""
     try:
         text = documents.read_bytes(Path(path), LARGEST).decode()
     except (OSError, Malformed, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def read_prompts(path: str) -> list[Prompt]:
 
 
 def _parse_prompt_object(line: str, where: str) -> dict[str, Any]:
-    """Parse a line of a .jsonl file of prompts; return its object. Raises ConfigError if that is no prompt."""
+    """Parse a line of a .jsonl file of prompts for an asked model; return its object. Raises ConfigError if none."""
     with refuse_failures("--prompts", where, Malformed, why="no JSON: {}"):
         prompt_object = documents.parse_json(line.encode())
     kinds = [kind for kind in KINDS if isinstance(prompt_object, dict) and kind in prompt_object]
@@ -71,7 +71,7 @@ def _parse_prompt_object(line: str, where: str) -> dict[str, Any]:
 
 
 def find_end_ids(vocabulary: Vocabulary | None, generation_config: bytes) -> list[int]:
-    """Return the token ids that end a model's answer: of documents, chat messages, or in generation_config.json."""
+    """Return the token ids that end an asked model's answer: of documents, messages, or in generation_config.json."""
     end_ids = set(_parse_end_ids(generation_config))
     if vocabulary is not None:
         end_ids.add(vocabulary.special.end)
@@ -80,7 +80,7 @@ def find_end_ids(vocabulary: Vocabulary | None, generation_config: bytes) -> lis
 
 
 def _parse_end_ids(generation_config: bytes) -> Iterator[int]:
-    """Yield the token ids by which a generation_config.json ends a model's answer; none if it is not readable."""
+    """Yield the token ids by which a generation_config.json ends an asked model's answer; none if it is unreadable."""
     try:
         end_ids = documents.parse_json(generation_config or b"{}").get("eos_token_id")
     except (Malformed, AttributeError):
@@ -89,13 +89,13 @@ def _parse_end_ids(generation_config: bytes) -> Iterator[int]:
 
 
 def answer_room(rows: Sequence[Sequence[int]], model: Model) -> int:
-    """Return how many tokens of a model's length the longest prompt of `rows` leaves for an answer; 1 or more."""
+    """Return how many tokens of an asked model's length the longest prompt of `rows` leaves to answer; 1 or more."""
     read = 1 if model.kind == "encoder_decoder" else max(map(len, rows))
     return max(1, model.length - read)
 
 
 def violations_of_length(prompts: Sequence[Prompt], rows: Sequence[Ids], model: Model, tokens: int) -> Iterator[str]:
-    """Yield a refusal line for each prompt that, with `tokens` of answer, does not fit into the model's length."""
+    """Yield a refusal line for each prompt that, with `tokens` of answer, exceeds the asked model's length."""
     for prompt, ids in zip(prompts, rows, strict=True):
         if model.kind == "encoder_decoder":
             most = model.source_length or model.length
@@ -128,7 +128,7 @@ class PromptReader:
     bare: bool = False
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token ids of each prompt for a trained model. Raises ConfigError with the mistakes of all."""
+        """Return the token ids of each prompt for an asked model. Raises ConfigError with the mistakes of all."""
         rows, mistakes = [], list[str]()
         for prompt in prompts:
             try:
@@ -139,7 +139,7 @@ class PromptReader:
         return rows
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt for a trained model. Raises ConfigError if the model cannot read it."""
+        """Return the token ids of a prompt for an asked model. Raises ConfigError if the model cannot read it."""
         kind = next(kind for kind in KINDS if kind in prompt.given)
         value = prompt.given[kind]
         where, most = prompt.where, self.model.vocab
@@ -154,13 +154,13 @@ class PromptReader:
         return token_ids
 
     def _encode_text(self, text: str, where: str) -> list[int]:
-        """Return the token ids of a prompt's text, or of one that a chat template made of it. Raises ConfigError."""
+        """Return the ids by which an asked model reads a prompt's text, or a chat template's. Raises ConfigError."""
         assert self.vocabulary
         return self.vocabulary.encode(_check_text(text, where))
 
     def _tokenize_prompt(self, kind: str, value: Any, where: str) -> list[int]:
-        """Return the token ids of a prompt. `kind`: "prompt" if `value` is a text, "messages" if it is a conversation.
-        Raises ConfigError, naming `where` the prompt is from, if it cannot be tokenised."""
+        """Return the token ids of a prompt for an asked model. `kind`: "prompt" if `value` is a text, "messages" if it
+        is a conversation. Raises ConfigError, naming `where` the prompt is from, if it cannot be tokenised."""
         vocabulary = self.vocabulary
         if vocabulary is None:
             reason = "there is none beside the model, and a text needs one"
@@ -184,21 +184,21 @@ class PromptReader:
 
 
 def add_boundary_token(ids: Ids, model: Model, special: SpecialIds) -> list[int]:
-    """Return a prompt's token ids with the token that begins a document in front or, in an encoder, its end behind."""
+    """Return an asked model's prompt with the token that begins a document first or, in an encoder, its end last."""
     if model.kind == "encoder_decoder":
         return [*ids, special.end]
     return [special.begin, *ids] if special.begin >= 0 else [*ids]
 
 
 def _check_text(text: str, where: str) -> str:
-    """Return a prompt's text unchanged. Raises ConfigError if it has half a character, which no tokenizer reads."""
+    """Return the text of an asked model's prompt unchanged. Raises ConfigError if it has half a character."""
     if half := documents.find_lone_surrogate(text):
         raise ConfigError("prompt", where, f"is no text: it has {half}")
     return text
 
 
 def _iterate_strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a conversation, a prompt, as plain data: in lists, and keys and values of mappings."""
+    """Yield all strings in a prompt to an asked model, a conversation: in lists, and mappings' keys and values."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -296,8 +296,9 @@ _LOGIT = 8  # bytes: tokens are chosen in double precision
 
 
 def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, beams: int) -> Iterator[str]:
-    """Yield a refusal line if the workers have too little memory together to generate `rows` texts at a time, each of
-    `tokens` with its answer and so many `beams`: weights, keys and values, and logits, each counted once."""
+    """Yield a refusal line if an asked model's workers have too little memory together to generate `rows` texts at a
+    time, each of `tokens` with its answer and so many `beams`: weights, keys and values, and logits, each counted
+    once."""
     weights = plan.parameter_count * plan.itemsize["compute"]
     row = _bytes_of_row(config.model, pad_to_multiple(tokens, ROOM), plan.itemsize["compute"])
     needed_bytes, available_bytes = weights + row * rows * beams, _total_worker_memory(config, plan.mesh.world_size)
@@ -315,7 +316,7 @@ def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, bea
 
 
 def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
-    """Return the bytes that a text of so many `tokens` takes as a model generates it: keys, values and logits."""
+    """Return the bytes that a text of so many `tokens` takes as an asked model generates it: keys, values, logits."""
     d_kv = model.d_kv or model.d_model // model.heads
     width = (model.kv_heads or model.heads) * (d_kv + (model.d_value or d_kv))
     seen = tokens + (model.source_length or model.length) * (model.kind == "encoder_decoder")
@@ -323,7 +324,7 @@ def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
 
 
 def _total_worker_memory(config: Config, workers: int) -> float:
-    """Return the bytes of memory that all workers have to generate texts; inf if unknown before they start."""
+    """Return the bytes of memory that all workers of an asked model have; inf if unknown before they start."""
     cluster = config.cluster
     if cluster.gpu and (of_one := nominal_memory(cluster.gpu)):
         return of_one * workers

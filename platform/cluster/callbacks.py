@@ -72,7 +72,7 @@ class CallbackGuard:
 
 
 def seconds_left(run: Run, environment: Mapping[str, str] = os.environ, now: float | None = None) -> float | None:
-    """Return the seconds from now until the run should begin to stop by itself, so that `run.time_margin` seconds are
+    """Return the seconds from now until a run's driver should begin to stop it, so that `run.time_margin` seconds are
     left for the last checkpoint; None if the run has no time limit. `now`: seconds since the epoch, None for the
     clock's.
 
@@ -95,8 +95,9 @@ _BYTES_PER_TOKEN = 3.5  # of Python source, under a vocabulary trained on it
 
 
 def demonstration_warning(config: Config, plan: Plan, text_bytes: float) -> str:
-    """Return a one-line warning for a run that would take more than a day even at its devices' peak, but has only the
-    demonstration text, `text_bytes` bytes of Python's standard library (data=stdlib), to train on; else ""."""
+    """Return the line by which a driver warns, at its start, of a run that would take more than a day even at its
+    devices' peak, but has only the demonstration text, `text_bytes` bytes of Python's standard library (data=stdlib),
+    to train on; else ""."""
     tokens = config.train.steps * plan.tokens_per_step
     peak = dense_bf16_peak(config.cluster.gpu) or _CORE
     if config.data.kind != "stdlib" or tokens * plan.flops_per_token < _DAY * peak * plan.mesh.world_size:

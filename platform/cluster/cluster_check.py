@@ -42,7 +42,7 @@ def judge_cluster_checks(journal: Sequence[JournalEvent], rows: Sequence[_Row], 
 
 
 def _judge_joined_workers(workers: Sequence[Mapping[str, Any]], expected_workers: int) -> Finding:
-    """Return the finding that all `expected_workers` workers joined, with their number on each node."""
+    """Return the finding of a cluster check that all `expected_workers` workers joined, with each node's number."""
     nodes = Counter(str(worker.get("node", "?")).partition("/")[0] for worker in workers)
     each = ", ".join(f"{node} {count}" for node, count in sorted(nodes.items()))
     expected, places = format_count(expected_workers, "worker"), format_count(len(nodes), "node")

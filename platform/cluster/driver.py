@@ -299,7 +299,7 @@ def _open_records(config: Config, state: DriverState, opened: ExitStack) -> tupl
 
 
 def _driver_part_of_live(state: DriverState) -> LiveState:
-    """Return the driver's own part of live.json, in the thread that writes it."""
+    """Return the part of live.json that the driver of a run knows itself, in the thread that writes it."""
     controller, saving = state.controller, state.checkpoints.save_under_way if state.checkpoints else None
     return LiveState(
         time=0.0,
@@ -363,8 +363,8 @@ def _drive_crew(run: RunContext, state: DriverState, dead_driver_step: int | Non
 
 
 def list_start_lines(config: Config, plan: Plan, device: str) -> list[str]:
-    """List the lines with which a run on this kind of device begins: its plan in short, with parameters and memory, and
-    the plan's warnings. `python -m platform.plan` prints the rest."""
+    """List the lines with which the driver of a run on this kind of device begins: its plan in short, with parameters
+    and memory, and the plan's warnings. `python -m platform.plan` prints the rest."""
     placed_config = replace(config, cluster=replace(config.cluster, device=device))
     title, memory = head_lines(plan, 0)[0], format_number(predict_peak_bytes(placed_config, plan))
     size = f"{plan.parameter_count:,} parameters, {memory}B of memory for a worker"
@@ -426,8 +426,8 @@ def _check_memory(config: Config, plan: Plan, kind: str, state: DriverState, *, 
 
 @contextmanager
 def relay_log(name: str, say: Say) -> Iterator[None]:
-    """Pass to `say`, which prints for the run's user, the messages logged under the logger `name` during the block, at
-    INFO or above."""
+    """Pass to `say`, by which a run's driver prints, the messages that are logged in it under the logger `name` during
+    the block, at INFO or above."""
 
     class Handler(logging.Handler):
         """Passes each message to `say`."""

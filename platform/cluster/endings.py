@@ -77,22 +77,22 @@ class DriverState:
 
     @property
     def steps_done(self) -> int:
-        """Return the last training step in the state of this driver's workers, trained or resumed from; 0 for none."""
+        """Return the last step that this driver's run has, at its end or so far, trained or resumed; 0 for none."""
         return self.controller.done if self.controller else 0
 
     @property
     def has_worked(self) -> bool:
-        """Return True if this driver has committed a training step, even if it was rolled back since."""
+        """Return True if this driver, as it ends, has committed any step, even if it was rolled back since."""
         return bool(self.controller and self.controller.worked)
 
     @property
     def newest_saved_step(self) -> int:
-        """Return the training step of the run's newest checkpoint, 0 for none."""
+        """Return the step of the newest checkpoint that the driver leaves at its end, 0 for none."""
         return self.checkpoints.step if self.checkpoints else 0
 
     @property
     def resume_sentence(self) -> str:
-        """Return a sentence for the user at the end of a run: its saved state, and how to continue."""
+        """Return a sentence for the user at a driver's end: the run's saved state, and how to continue."""
         return self.checkpoints.resume_sentence if self.checkpoints else "nothing was done; the same command does it"
 
     @property

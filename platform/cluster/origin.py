@@ -43,10 +43,10 @@ ANSWER_SECONDS = 10.0  # for the first request to a storage
 def find_resume_checkpoint(
     config: Config, plan: Plan | None = None, *, holds_lease: bool = False, may_start_over: bool = False
 ) -> Selection | None:
-    """Find the checkpoint that a run is to resume from, by checkpoint.resume; return None if it is `never`. Only
-    manifests are read, not the tensors. `holds_lease`: this driver holds the lease of the checkpoint storage, and so
-    quarantines corrupt checkpoints; without it nothing is written. `may_start_over`: the run may start over at step 1
-    although its directory shows steps as done; `plan`: the run's, whose moments it is to have.
+    """Find, as a driver starts, the checkpoint that its run is to resume from, by checkpoint.resume; return None if it
+    is `never`. Only manifests are read, not the tensors. `holds_lease`: this driver holds the lease of the checkpoint
+    storage, and so quarantines corrupt checkpoints; without it nothing is written. `may_start_over`: the run may start
+    over at step 1 although its directory shows steps as done; `plan`: the run's, whose moments it is to have.
 
     Raises ConfigError if there is no checkpoint to resume from but there must be one, and if it is of a run of another
     identity.
@@ -107,13 +107,13 @@ def check_storage_writable(config: Config) -> None:
 
 
 def open_reachable_storage(url: str, key: str) -> Storage:
-    """Open the checkpoint storage at `url`, list it once and return it. Raises ConfigError, naming the configuration
-    key `key` that the URL is from, if it cannot be reached or has not answered after ANSWER_SECONDS: client libraries
-    alone would retry for minutes."""
+    """Open, as a driver starts, the storage at `url` of its run's checkpoints, list it once and return it. Raises
+    ConfigError, naming the configuration key `key` that the URL is from, if it cannot be reached or has not answered
+    after ANSWER_SECONDS: client libraries alone would retry for minutes."""
     outcomes: list[Storage | BaseException] = []
 
     def open_and_list() -> None:
-        """Open and list a checkpoint storage in a thread; keep it, or the error, for the waiting caller."""
+        """Open and list the storage in a thread of a starting driver; keep it, or the error, for the caller."""
         try:
             storage = open_storage(url, key)
             storage.list_sizes("")

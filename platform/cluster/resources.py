@@ -67,12 +67,12 @@ class Places(NamedTuple):
 
 
 def launcher_kind(cluster: Cluster) -> str:
-    """Return the kind of launcher of the workers: torchrun if it started this process, else `cluster.kind`."""
+    """Return by what a run's driver gets its workers: torchrun if it started this process, else `cluster.kind`."""
     return "torchrun" if torchrun.is_under_torchrun() else cluster.kind
 
 
 def spans_machines(cluster: Cluster) -> bool:
-    """Return True if the run's workers may run on other machines than this one."""
+    """Return True if a run's driver may get workers on other machines than its own."""
     kind = launcher_kind(cluster)
     return kind == "ray" or (kind == "torchrun" and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"])
 
@@ -95,9 +95,9 @@ def find_device_kind(cluster: Cluster) -> str:
 
 
 def join_ray(cluster: Cluster, deadline: float | None = None) -> RayProcess:
-    """Join the Ray cluster of a run, in the process beside this one, and return that; wait for the cluster's head until
-    `deadline`, by default for cluster.wait seconds. Raises ConfigError, as NotThere if there is no cluster and
-    cluster.wait is 0; NoPlaces if there still is none after the wait."""
+    """Join, for a run's driver, the Ray cluster that is to have room for workers, in the process beside this one, and
+    return that; wait for the cluster's head until `deadline`, by default for cluster.wait seconds. Raises ConfigError,
+    as NotThere if there is no cluster and cluster.wait is 0; NoPlaces if there still is none after the wait."""
     from platform.cluster.crew.ray_process import close_ray_process, find_silence, share_ray_process
     from platform.cluster.crew.ray_session import cluster_refusal
 
@@ -304,7 +304,7 @@ def _find_smallest_accelerator(config: Config) -> Device | None:
 
 
 def _look_up_accelerator(gpu: str) -> Device | None:
-    """Return the accelerator of this model name, e.g. "H100", as a worker's device; None for an unknown model."""
+    """Return the accelerator that a cluster's node has, as a worker's device, by its label, "H100"; else None."""
     memory = nominal_memory(gpu)
     return Device(memory, f"{gpu}") if memory else None
 
@@ -371,7 +371,7 @@ def refuse_lack_of_memory(config: Config, plan: Plan, device: Device, command: C
 
 
 def _suggest_best_plan(config: Config, command: Command, workers: int, device: Device) -> str:
-    """Return the end of a refusal: the command of the best plan for so many workers, "" if none fits."""
+    """Return the end of a driver's refusal: the command of the best plan for so many workers, "" if none fits."""
     from platform.predict.search import choose_plan
     from platform.predict.step_price import choose_pricing_hardware
 

@@ -35,7 +35,7 @@ _DONE = (events.FirstStep, events.Checkpoint, events.Restored, events.RolledBack
 
 
 def read_configuration(directory: Path) -> Config | None:
-    """Return the last configuration of the run in a directory, None if it holds none. Raises Malformed, OSError."""
+    """Return the configuration of a run directory's last driver, None if there is none. Raises Malformed, OSError."""
     try:
         return schema.parse_value(Config, documents.parse_yaml(documents.read_bytes(directory / CONFIG)))
     except FileNotFoundError:
@@ -43,8 +43,8 @@ def read_configuration(directory: Path) -> Config | None:
 
 
 def find_faults(directory: Path) -> list[str]:
-    """Return one line for each file of a run directory (configuration, plan, journal, metrics, lock) that cannot be
-    read or is not what a run writes there."""
+    """Return one line for each file that drivers write into a run directory (configuration, plan, journal, metrics,
+    lock) that cannot be read or is not what a run writes there."""
     readers: dict[str, Callable[[Path], Any]] = {METRICS: _read_last_rows}
     readers[JOURNAL] = lambda path: list(events.read_events(path))
     lines = []
@@ -63,13 +63,13 @@ def find_faults(directory: Path) -> list[str]:
 
 
 def read_journal(directory: Path) -> Iterator[events.JournalEvent]:
-    """Yield the events in a run directory's journal.jsonl, none without that file. Raises Malformed, OSError."""
+    """Yield the events that drivers left in a run directory, none without a journal. Raises Malformed, OSError."""
     with suppress(FileNotFoundError, NotADirectoryError):
         yield from events.read_events(directory / JOURNAL)
 
 
 def split_by_driver(run_events: Iterable[events.JournalEvent]) -> list[list[events.JournalEvent]]:
-    """Divide the events of a run's journal by driver process: a list for each start of the run, in order."""
+    """Divide the events in a run directory by driver process: a list for each start of a driver, in order."""
     drivers: list[list[events.JournalEvent]] = []
     for event in run_events:
         if isinstance(event, events.Starting) or not drivers:
@@ -87,20 +87,20 @@ def find_final_step(directory: Path, steps: int, e: Eval) -> int:
 
 
 def is_ended_by_preemption(directory: Path) -> bool:
-    """Return True if a run's last driver ended as its node, or all workers, were to go. Raises Malformed, OSError."""
+    """Return True if a directory's last driver ended as its node or all workers must go. Raises Malformed, OSError."""
     life = events.last_driver_events([*read_journal(directory)])
     return any(isinstance(event, events.Drained) and event.signal == NOTICE for event in life)
 
 
 def gave_up_on_dead_worker(directory: Path) -> bool:
-    """Return True if a run's last driver gave up as a worker's process died. Raises Malformed, OSError."""
+    """Return True if a run directory's last driver gave up as a worker died. Raises Malformed, OSError."""
     life = events.last_driver_events([*read_journal(directory)])
     failures = [event for event in life if isinstance(event, events.Failure)]
     return any(isinstance(event, events.GaveUp) for event in life) and bool(failures) and failures[-1].kind == "died"
 
 
 def has_steps_but_no_checkpoint(directory: Path) -> bool:
-    """Return True if a run directory shows steps, and no checkpoint saved or restored. Raises Malformed, OSError."""
+    """Return True if a directory's drivers did steps, and saved or restored nothing. Raises Malformed, OSError."""
     journal = read_journal(directory)
     has_checkpoint = any(isinstance(e, events.Checkpoint) or getattr(e, "directory", None) for e in journal)
     return not has_checkpoint and find_last_step(directory) > 0
@@ -115,8 +115,8 @@ def find_last_step(directory: Path) -> int:
 
 
 def find_dead_driver_step(directory: Path) -> int | None:
-    """Return the last training step that the last driver of a run directory had done, 0 for none, if it died without an
-    end; None if it ended, or there was none. Raises Malformed, OSError."""
+    """Return the last step that the last driver in a run directory had done, 0 for none, if it died without an end;
+    None if it ended, or there was none. Raises Malformed, OSError."""
     life = events.last_driver_events([*read_journal(directory)])
     if not life or any(isinstance(event, events.End) for event in life):
         return None
@@ -127,7 +127,7 @@ def find_dead_driver_step(directory: Path) -> int | None:
 
 
 def _read_last_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the last rows of metrics in a run's metrics.jsonl."""
+    """Return the last rows of metrics that drivers left in a run directory's metrics.jsonl."""
     return json_records.read_last_lines(path, metrics.validate_row)
 
 

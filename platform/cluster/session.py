@@ -116,7 +116,7 @@ def _find_checkpoint_storage(directory: Path) -> str:
 
 
 def _read_saved_model(url: str) -> TrainedModel:
-    """Return the trained model that transformers saved in the folder at `url`."""
+    """Return the model to open a session with that transformers saved in the folder at `url`."""
     saved = SavedModel(url, NAME)
     files, _ = read_companions_and_tokenizer_lack(saved, NAME)
     ends = saved.config.get("eos_token_id")
@@ -126,7 +126,7 @@ def _read_saved_model(url: str) -> TrainedModel:
 
 
 def _read_checkpoint_model(url: str) -> TrainedModel:
-    """Return the trained model in a checkpoint, or in the newest good checkpoint of a storage."""
+    """Return the model to open a session with that a checkpoint holds, or a storage's newest good one."""
     with refuse_failures(NAME, strip_url_secrets(url), Refused, OSError):
         storage, name, manifest = catalogue.select_checkpoint(url, NAME, none_reason="holds no checkpoint")
         identity = manifest.meta.identity

@@ -38,11 +38,11 @@ class Command:
         return self._format_line([*others, override] if override else others)
 
     def format_with_overrides(self, overrides: Sequence[str]) -> str:
-        """Return the command that starts this run with other values: `overrides` (KEY=VALUE) in place of its own."""
+        """Return the shown command that starts this run with `overrides` (KEY=VALUE) in place of its own values."""
         return self._format_line(replace_overrides(self.arguments, overrides))
 
     def _format_line(self, arguments: Iterable[str]) -> str:
-        """Format the run's command line with these arguments for the user's shell, quoted, and with secrets hidden."""
+        """Format the shown command with these arguments for the user's shell, quoted, and with secrets hidden."""
         folder_words = ["--config-dir", self.config_dir] if self.config_dir else []
         words = [*folder_words, *map(_printable_argument, arguments)]
         secret = any(word.endswith(f"={REDACTED}") for word in words)
@@ -50,7 +50,7 @@ class Command:
 
 
 def _typed_launcher() -> str:
-    """Return the beginning of a run's command line: torchrun's, if it has started all workers on this machine."""
+    """Return the beginning of a shown command: torchrun's, if it has started all workers on this machine."""
     processes, on_this_machine = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if "TORCHELASTIC_RUN_ID" not in os.environ or not on_this_machine or processes != on_this_machine:
         return typed_command("launch")
@@ -58,18 +58,18 @@ def _typed_launcher() -> str:
 
 
 def replace_overrides(arguments: Sequence[str], replacements: Sequence[str]) -> list[str]:
-    """Return a run's arguments with others, `replacements`, in the place of those for the same keys and groups."""
+    """Return a shown command's arguments with `replacements` in the place of those for the same keys and groups."""
     keys = {_argument_key(argument) for argument in replacements}
     return [*(a for a in arguments if not {_argument_key(a), _argument_key(a).partition(".")[0]} & keys), *replacements]
 
 
 def _argument_key(argument: str) -> str:
-    """Return the configuration key of an argument of a run's command line, such as "+train.steps=5"."""
+    """Return the key that an argument of a run's shown command is for, such as "+train.steps=5"."""
     return argument.partition("=")[0].lstrip("+")
 
 
 def _printable_argument(argument: str) -> str:
-    """Return an argument of a run's command line fit to be printed: if it contains a secret, with a reference to the
+    """Return an argument of a shown command fit to be printed: if it contains a secret, with a reference to the
     environment variable that the secret came from, else with REDACTED as its value."""
     shown = redact_secrets(argument)
     hidden = REDACTED in shown or "://" in shown
@@ -108,7 +108,7 @@ def list_next_commands(config: Config, command: Command, vocabulary: Vocabulary 
 
 
 def _shorten_path(path: str) -> str:
-    """Return a path as it is typed in this directory, if that is shorter; a URL as it is."""
+    """Return a path as a shown command has it in this directory, if that is shorter; a URL as it is."""
     return path if "://" in path else min(path, os.path.relpath(path), key=len)
 
 
@@ -134,26 +134,26 @@ class PhaseTimes:
     `seconds`: phase -> seconds since `start`, a reading of the monotonic clock; by default now."""
 
     def __init__(self, start: float | None = None):
-        """Start to time a run's phases from `start`, a reading of the monotonic clock, by default now."""
+        """Start to time a driver's phases from `start`, a reading of the monotonic clock, by default now."""
         self._start = monotonic() if start is None else start
         self.seconds: dict[str, float] = {}
 
     def reach_phase(self, phase: str, when: float | None = None) -> None:
-        """Record that a phase of the run was reached at `when`, a reading of the monotonic clock, by default now."""
+        """Record that a driver's phase was reached at `when`, a reading of the monotonic clock, by default now."""
         self.seconds.setdefault(phase, (monotonic() if when is None else when) - self._start)
 
     def note_event(self, word: str) -> None:
-        """Record the phase of the run that an event of its journal begins, if any; `word`: the event's kind."""
+        """Record the driver's phase that an event of its journal begins, if any; `word`: the event's kind."""
         if phase := _EVENTS.get(word):
             self.reach_phase(phase)
 
     def note_last_step(self) -> None:
-        """Record the time at which the run has committed a training step: the last one, as far as is known."""
+        """Record the time at which the driver has committed a step: the last one, as far as is known."""
         self.seconds["last_step"] = monotonic() - self._start
 
 
 def monotonic_command_start() -> float:
-    """Return when the run's command was started, on the monotonic clock; the time now where /proc does not say."""
+    """Return when the driver's process was started, on the monotonic clock; the time now where /proc does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine's start
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -163,7 +163,7 @@ def monotonic_command_start() -> float:
 
 
 def phase_table(seconds: Mapping[str, float]) -> str:
-    """Format the phases that a run reached as a table for the user: how long each took, and when it was over."""
+    """Format the phases of a driver's start and end as a table: how long each took, and when it was over."""
     lines, before = ["   took  until  phase (seconds, since the command)"], 0.0
     for phase, what in PHASES.items():
         if phase in seconds:
