@@ -116,15 +116,15 @@ def find_yaml_fault(path: str) -> str:
 
 
 def _nesting_change(event: Any) -> int:
-    """Return by how much an event in parsing a user's YAML file changes the depth of nesting: 1, -1 or 0."""
+    """Return by how much an event in parsing a configuration file changes the depth of nesting: 1, -1 or 0."""
     from yaml.events import CollectionEndEvent, CollectionStartEvent
 
     return isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
 
 
 def _find_extent_fault(values: Any) -> str:
-    """Return why the plain data of a user's YAML file has too many values or is nested too deep; "" if not. An object
-    counts once per place it occurs in."""
+    """Return why the plain data of a user's configuration file has too many values or is nested too deep; "" if not. An
+    object counts once per place it occurs in."""
     pending, count = [(values, 0)], 0
     while pending:
         value, depth = pending.pop()

@@ -370,7 +370,7 @@ ALL = "all"  # in plan.search: every key that the planner can choose
 
 
 def is_open_key(config: Config, key: str) -> bool:
-    """Return True if a key, or the size `tensor.axes.NAME` of an axis, is left to the planner."""
+    """Return True if the value of a configuration key, or of `tensor.axes.NAME`, is left open, for the planner."""
     named = config.plan.search
     group = key.rpartition(".")[0]
     return ALL in named or key in named or group == "tensor.axes" and bool({"tensor", group} & {*named})

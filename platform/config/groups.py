@@ -179,7 +179,7 @@ class Elastic:
 
     @property
     def snapshot_interval(self) -> int:
-        """Return the configured steps between snapshots, 0 for none; `auto` is settled before a run starts."""
+        """Return the steps between snapshots by this group's key, 0 for none; `auto` is settled before a run starts."""
         assert isinstance(self.snapshot_every, int), "auto is settled"
         return self.snapshot_every
 
@@ -384,8 +384,8 @@ class Branch:
 
     @property
     def slices_heads(self) -> bool:
-        """Return True if a branch scheme splits the batch in region `attention` and other dims in `core`, the attention
-        itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
+        """Return True if the keys of this branch scheme split the batch in region `attention` and other dims in `core`,
+        the attention itself: it then slices heads by all-to-all, the collective that `branch.slice_via` may replace."""
         return "core" in self.append and "batch" in self.append.get("attention", ())
 
 

@@ -110,7 +110,7 @@ def violations_of_allowances(config: Config) -> Iterator[str]:
 
 
 def _is_change_allowed(key: str, allow: Sequence[str]) -> bool:
-    """Return True if the user's list `resume.allow` lets the value of `key` differ when a run is resumed."""
+    """Return True if the entries of the configuration key resume.allow let the value of `key` differ."""
     free = _find_allowable_entry(key)
     return bool(free) and (free in allow or key.partition(".")[0] in allow)
 
@@ -133,8 +133,8 @@ def _explain_fixed_key(key: str) -> str:
 
 
 def find_default_directory(config: Config, experiment: str) -> str:
-    """Return the run directory of a command that names none: `runs/EXPERIMENT-HASH`, the hash being over the
-    configuration without secrets, so that the same command resumes the same run.
+    """Return the value that the configuration key run.dir has by default: `runs/EXPERIMENT-HASH`, the hash being over
+    the configuration without secrets, so that the same command resumes the same run.
 
     If that does not exist, returns the directory in which an earlier version, which hashed other keys, began this run.
     """
@@ -175,17 +175,17 @@ def _has_directory_hash_values(path: Path, values: Mapping[str, Any]) -> bool:
 
 
 def find_checkpoint_url(config: Config) -> str:
-    """Return the URL to which a run's workers save checkpoints: checkpoint.url, else run.dir's `checkpoints`."""
+    """Return the URL that a configuration saves checkpoints to: checkpoint.url, else run.dir's `checkpoints`."""
     return config.checkpoint.url or os.path.join(config.run.dir, "checkpoints")
 
 
 def storage_key(config: Config) -> str:
-    """Return the setting KEY=VALUE that determines where a run saves its checkpoints, for messages to the user."""
+    """Return the setting KEY=VALUE of a configuration that determines where checkpoints are saved, for messages."""
     key = "checkpoint.url" if config.checkpoint.url else "run.dir"
     return f"{key}={strip_url_secrets(config.checkpoint.url or config.run.dir)}"
 
 
 def saves_checkpoints(config: Config) -> bool:
-    """Return True if a run ever saves checkpoints: regularly, at its end or train.stop_at, or when stopped."""
+    """Return True if a configuration ever saves checkpoints: regularly, at its end or train.stop_at, or on a stop."""
     c = config.checkpoint
     return bool(c.every or c.last or config.train.stop_at or c.on_stop)

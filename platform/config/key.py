@@ -134,7 +134,7 @@ def parse_rhythm(interval: int | str) -> tuple[int, float]:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds as a user types a duration, such as 45s, 14m or 1h30m, to a minute from two minutes on."""
+    """Format seconds as a key's value for a duration, such as 45s, 14m or 1h30m, to a minute from two minutes on."""
     if seconds < 120:
         return f"{max(1, round(seconds))}s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -160,5 +160,5 @@ def parse_duration(duration: str) -> float:
 
 
 def format_hms(seconds: int) -> str:
-    """Format seconds as H:MM:SS, the form of a duration that a user sets, such as a job's time limit."""
+    """Format seconds as H:MM:SS, one of the forms of a key's duration, such as run.time_limit."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -195,8 +195,8 @@ OPEN_KEYS = [key.removesuffix(".scheme").removesuffix(".kind") for key in _LEFT_
 
 
 def mark_open_keys(config: Config, typed: Collection[str] = ()) -> None:
-    """Note in `plan.search` which keys a composed configuration leaves to the planner, and give them legal values. With
-    pipeline=auto stages and chunks are open too, unless they are among the keys that the user has `typed`.
+    """Note in the configuration key plan.search which keys are left open for the planner, and give them legal values.
+    With pipeline=auto stages and chunks are open too, unless they are among the keys that the user has `typed`.
     parallel.data=-1, by itself as many replicas as the workers give, is open beside another open key."""
     named = dict.fromkeys(config.plan.search)
     tensor, pipeline = config.tensor, config.pipeline
@@ -226,7 +226,7 @@ def mark_open_keys(config: Config, typed: Collection[str] = ()) -> None:
 
 
 def violations_of_search(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each name in `plan.search` that is no key which may be left to the planner."""
+    """Yield a refusal line for each name in the key plan.search that is no key which a configuration may leave open."""
     for name in config.plan.search:
         if name not in (ALL, *OPEN_KEYS) and not name.startswith("tensor.axes."):
             legal = closest_values(name, (*OPEN_KEYS, ALL))[:3]
@@ -294,7 +294,7 @@ def _violations_of_bucket_size(config: Config) -> Iterator[str]:
 
 
 def can_have_uneven_experts(config: Config) -> bool:
-    """Return True if ranks may have numbers of experts that differ by one: of slots, not of rows."""
+    """Return True if the keys let ranks have numbers of experts that differ by one: of slots, not of rows."""
     return config.tensor.uneven and config.model.capacity_factor > 0
 
 
@@ -354,7 +354,7 @@ def sequence_lengths_by_key(config: Config) -> dict[str, list[int]]:
 
 
 def legal_context_rounds(config: Config) -> list[int]:
-    """Return in how many rounds sequences can be dealt to a run's ranks of a context; [] if parts lie straight."""
+    """Return in how many rounds keys let sequences be dealt to parallel.context; [] if parts lie straight."""
     lengths = (n for lengths in sequence_lengths_by_key(config).values() for n in lengths)
     quotient, remainder = divmod(gcd(*lengths), 2 * config.parallel.context)
     return [] if remainder or not config.parallel.context_balance else find_divisors(quotient)
