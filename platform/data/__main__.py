@@ -100,7 +100,7 @@ def _show_step(arguments: argparse.Namespace) -> None:
 
 
 def _split_off_step(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """Return the words of a command line without step=N, and N; None without it. Raises ConfigError if N is none."""
+    """Return a data command's words without step=N, and N; None without it. Raises ConfigError if N is none."""
     step_texts = [word.removeprefix("step=") for word in words if word.startswith("step=")]
     for text in step_texts:
         if not re.fullmatch(r"-?\d{1,15}", text):

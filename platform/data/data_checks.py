@@ -38,9 +38,9 @@ def violations_of_sources(data: Data, *, vocab: int = tokenizer.SMALLEST, reserv
 
 
 def _violations_of_tokenizer(data: Data, vocab: int, reserved: int, textual: bool) -> list[str]:
-    """Return a refusal line for each mistake in the keys of `data` that choose a tokenizer or how one is trained.
-    `vocab`: number of the model's token ids, of which the objective reserves `reserved`; `textual`: True if the data is
-    text, which needs a tokenizer."""
+    """Check how data is to be tokenised: return a refusal line for each mistake in the keys that choose a tokenizer or
+    how one is trained. `vocab`: number of the model's token ids, of which the objective reserves `reserved`; `textual`:
+    True if the data is text, which needs a tokenizer."""
     try:
         vocabulary = load_named_vocabulary(data)
         extra_special_tokens(data), read_chat_template(data)

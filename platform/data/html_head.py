@@ -18,7 +18,7 @@ _HEAD = """<!doctype html>
 
 
 def html_head(title: str, policy: str, *styles: str) -> str:
-    """Return the first lines of an HTML page with that title, content security policy and styles."""
+    """Return the first lines of an HTML page, such as of a step's sequences, with title, security policy and styles."""
     inside = "\n".join(f"<style>{style}</style>" for style in styles)
     return _HEAD.format(title=escape(title), policy=policy, styles=inside)
 

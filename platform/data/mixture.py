@@ -143,7 +143,7 @@ def paths_by_key(data: Data) -> dict[str, str]:
 
 
 def _violations_of_name(name: Any) -> list[str]:
-    """Return [a refusal line] if the name of a data mixture's source is no identifier, else []."""
+    """Check the name of a source in a data mixture: return [a refusal line] if it is no identifier, else []."""
     if isinstance(name, str) and name.isidentifier():
         return []
     return [format_violation("data.sources", name, "the name of a source has letters, digits and _")]

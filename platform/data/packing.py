@@ -69,8 +69,9 @@ def _order_pieces_evenly(pieces: Ints, length: int, ranks: Floats) -> Ints:
 
 
 def work_imbalance(sizes: Ints, length: int, ranks: Floats | None = None) -> Floats:
-    """Return the work of the busiest rank of a context in terms of the mean, in the most uneven context, for documents
-    of `sizes` [..., documents] end to end in a row of `length` tokens; padding behind them is a document too."""
+    """Return, to lay packed documents evenly, the work of the busiest rank of a context in terms of the mean, in the
+    most uneven context, for documents of `sizes` [..., documents] end to end in a row of `length` tokens; padding
+    behind them is a document too."""
     ranks = _ranks_of_cells(length) if ranks is None else ranks
     cells, ends, zero = len(ranks), np.cumsum(sizes, -1), np.zeros((*sizes.shape[:-1], 1), np.int64)
     starts, before = (np.concatenate([zero, x], -1) for x in (ends, np.cumsum(_count_causal_pairs(sizes), -1)))
@@ -84,13 +85,13 @@ def work_imbalance(sizes: Ints, length: int, ranks: Floats | None = None) -> Flo
 
 
 def _count_causal_pairs(tokens: Ints) -> Ints:
-    """Return how many keys the first so many tokens of a document see together."""
+    """Return how many keys the first so many tokens of a packed document see together."""
     return tokens * (tokens + 1) // 2
 
 
 def _ranks_of_cells(length: int) -> Floats:
-    """Return which ranks have the cells of a row of `length` tokens, [cells, ranks of all contexts]: their number of
-    ranks, or 0."""
+    """Return which ranks have the cells of a packed row of `length` tokens, [cells, ranks of all contexts]: their
+    number of ranks, or 0."""
     rounds = {n: min(MOST_ROUNDS, 1 << max(1, length // (2 * n * LEAST_PIECE)).bit_length() - 1) for n in RANKS}
     cells = max(2 * n * m for n, m in rounds.items())
     blocks_of_ranks = []

@@ -152,7 +152,7 @@ _LEAST = 3  # lines of a sequence on a screen
 
 
 def format_step_heading(view: StepView) -> list[str]:
-    """Return the lines that say which step it is, and what it takes."""
+    """Return the lines at the top of the listing of a step's sequences: which step it is, and what it takes."""
     c, (first, end) = view.taken.config, view.taken.samples
     tokens = format_count(view.num_sequences * view.taken.length, "token", ",")
     cut = f", each cut into {view.pieces_per_sample}" if view.pieces_per_sample > 1 else ""
@@ -214,7 +214,7 @@ def list_sequences(view: StepView, stream: TextIO, whole: bool = False, only: in
 
 
 def _open_memory_console(stream: TextIO, width: int) -> Console:
-    """Return a console that writes into memory with the colours of `stream`: none into a pipe, or under NO_COLOR."""
+    """Return a console for a step's listing that writes into memory with the colours of `stream`, if it has any."""
     from rich.console import Console
 
     return Console(
@@ -224,31 +224,31 @@ def _open_memory_console(stream: TextIO, width: int) -> Console:
 
 
 def _paint_line(console: Console, line: str, style: str) -> str:
-    """Return a line in a style, as its console shows it."""
+    """Return a line of a step's listing in a style, as its console shows it."""
     from rich.text import Text
 
     return _render_characters(console, Text(line, style))
 
 
 def _render_characters(console: Console, text: Text) -> str:
-    """Return the characters by which a console shows a line."""
+    """Return the characters by which a console shows a line of a step's listing."""
     with console.capture() as captured:
         console.print(text, soft_wrap=True, end="")
     return captured.get()
 
 
 def _count_screen_lines(line: str, width: int) -> int:
-    """Return the lines of a screen that a line takes."""
+    """Return the lines of a screen that a line of the listing of a step's tokens takes."""
     return -(-max(1, len(line)) // width)
 
 
 def _cut_line(line: str, width: int) -> str:
-    """Cut a line to a width."""
+    """Cut a line of the listing of a step's tokens to a width."""
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _mark_kind_changes(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
-    """Yield pieces with marks around the runs of kinds that differ by their colour otherwise."""
+    """Yield pieces of a step's listing with marks around the runs of kinds that else differ by their colour."""
     before = ""
     for piece in [*pieces, Fragment("", NOTE)]:
         if piece.kind != before or piece.kind == HIDDEN:
@@ -258,8 +258,8 @@ def _mark_kind_changes(pieces: Sequence[Fragment]) -> Iterator[Fragment]:
 
 
 def _fold_fragments(console: Console, pieces: Sequence[Fragment], width: int, most: int | None) -> Iterator[str]:
-    """Yield the lines of `width` characters that show pieces, at most `most` of them; the last one then says how many
-    tokens it leaves out."""
+    """Yield the lines of `width` characters that show pieces of a sequence, at most `most` of them; the last one then
+    says how many tokens it leaves out."""
     pieces = pieces if console.color_system else [*_mark_kind_changes(pieces)]
     lines = [*islice(_wrap_fragments(pieces, lambda _: width), most and most + 1)]
     if most and len(lines) > most:
@@ -271,8 +271,8 @@ def _fold_fragments(console: Console, pieces: Sequence[Fragment], width: int, mo
 
 
 def _wrap_fragments(pieces: Sequence[Fragment], width: Callable[[int], int]) -> Iterator[tuple[Text, int]]:
-    """Yield the lines that show pieces, each of at most `width(its number)` cells behind the indent, with the number of
-    tokens that end in it or before."""
+    """Yield the lines that show pieces of a sequence, each of at most `width(its number)` cells behind the indent, with
+    the number of tokens that end in it or before."""
     from rich.cells import cell_len
     from rich.text import Text
 

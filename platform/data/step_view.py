@@ -111,7 +111,7 @@ def _common_folder(files: Sequence[DataFile]) -> str:
 
 
 def count_attention_scores(plan: Plan, begins: NDArray[Any]) -> NDArray[np.int64]:
-    """Return how many scores each rank of a context computes per head, [ranks, sequences], for sequences whose tokens'
+    """Return how many scores each rank of a context computes per head, [ranks, sequences], for sequences of data whose
     documents begin at `begins` [sequences, length]."""
     column, places = np.arange(begins.shape[1]), coordinates_of_context(plan)
     scores = np.zeros((len(places), len(begins)), np.int64)
@@ -125,7 +125,7 @@ def count_attention_scores(plan: Plan, begins: NDArray[Any]) -> NDArray[np.int64
 
 
 def busiest_rank_ratio(work: NDArray[np.int64], together: int) -> float:
-    """Return the `work` of the ranks that others wait for, in so many sequences `together`, in terms of the mean."""
+    """Return, of so many data sequences `together`, the `work` of ranks that others wait for, in terms of the mean."""
     work_together = np.add.reduceat(work, np.arange(0, work.shape[1], together), 1)
     return float(work_together.max(0).sum() / work_together.mean(0).sum())
 
@@ -279,8 +279,8 @@ class StepView:
 
 
 def find_reading_ranks(plan: Plan) -> list[ReadingRanks]:
-    """Return which ranks of a plan read which part of a microbatch's sequences, each part once; what a rank reads for
-    several operations counts once."""
+    """Return, to show a step's sequences, which ranks read which part of a microbatch's, each part once; what a rank
+    reads for several operations counts once."""
     ranks: dict[_MicrobatchPart, list[int]] = {}
     seats: dict[_MicrobatchPart, str] = {}
     stages = [plan.stage_part(stage) for stage in range(plan.num_stages)]
@@ -304,7 +304,7 @@ def find_reading_ranks(plan: Plan) -> list[ReadingRanks]:
 
 
 def _list_read_stretches(stage: Plan, dim: str, layout: Layout, coordinates: Mapping[str, int]) -> tuple[Stretch, ...]:
-    """Return the stretches, (first, number), of a dim of the data that the rank at `coordinates` reads in a layout."""
+    """Return the stretches, (first, number), of the samples' dim that the rank at `coordinates` reads in a layout."""
     return tuple((first, n) for first, n in stage.planner.stretches_of_rank(dim, stage.sizes[dim], layout, coordinates))
 
 
@@ -315,13 +315,13 @@ class _MicrobatchPart(NamedTuple):
     tokens: tuple[tuple[int, int], ...]
 
     def is_inside(self, other: _MicrobatchPart) -> bool:
-        """Return True if `other` contains this part."""
+        """Return True if this part of a microbatch's sequences of data lies inside `other`."""
         inside = all(any(a <= first and first + n <= a + m for a, m in other.tokens) for first, n in self.tokens)
         return inside and other.rows[0] <= self.rows[0] and self.rows[1] <= other.rows[1]
 
 
 def describe_reader(reader: ReadingRanks, length: int) -> str:
-    """Return who reads, such as "data 1 (ranks 2-3)", and which tokens, if it is not all `length` of a sequence."""
+    """Return who reads a sequence of data, such as "data 1 (ranks 2-3)", and which tokens, if not all `length`."""
     ranks = ranks_in_words(reader.ranks)
     reader_name = f"{reader.seat} ({ranks})" if reader.seat else ranks
     if sum(n for _, n in reader.tokens) == length:
@@ -333,7 +333,7 @@ def describe_reader(reader: ReadingRanks, length: int) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ranks in words: "rank 3", "ranks 0-3,8"."""
+    """Return the ranks that read a sequence of data in words: "rank 3", "ranks 0-3,8"."""
     runs = []
     for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         some = [rank for _, rank in run]
