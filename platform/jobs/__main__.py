@@ -97,14 +97,14 @@ def _print_lines(lines: Iterable[str]) -> int:
 
 
 def _print_status(arguments: argparse.Namespace) -> int:
-    """Print the state of the run in a run directory, by its drivers; return the exit status."""
+    """Print the status of a job, from its run directory, by its drivers; return the exit status."""
     from platform.jobs.job_state import describe_status
 
     return _print_lines(describe_status(arguments.run_dir))
 
 
 def _print_logs(arguments: argparse.Namespace) -> int:
-    """Print the ends of the logs in a run directory; return the exit status."""
+    """Print the ends of the logs of a job, from its run directory; return the exit status."""
     from platform.jobs.job_state import read_log_lines
 
     return _print_lines(read_log_lines(arguments.run_dir, arguments.name, max(1, arguments.lines)))

@@ -184,8 +184,8 @@ def list_option_rows(kind: type[JobOptions]) -> Iterator[str]:
 
 
 def parse_job_limit(limit: str) -> int:
-    """Parse the time limit that a user sets for a job, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH,
-    D-HH:MM or D-HH:MM:SS. Raises ValueError for any other form."""
+    """Parse the time limit of a job's options, as Slurm does, into seconds: MINUTES, M:SS, H:MM:SS, D-HH, D-HH:MM or
+    D-HH:MM:SS. Raises ValueError for any other form."""
     if not re.fullmatch(r"([0-9]{1,6}-[0-9]{1,6}(:[0-9]{1,6}){0,2})|([0-9]{1,6}(:[0-9]{1,6}){0,2})", limit):
         raise ValueError(limit)
     days, dash, clock = limit.rpartition("-")

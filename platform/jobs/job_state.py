@@ -38,7 +38,7 @@ _MOST = 8 << 20  # bytes of a node's log: what comes back again and again must n
 
 
 def list_log_files(run_dir: Path) -> list[Path]:
-    """List the log files of a run directory, the last written at the end."""
+    """List the log files of a job, in its run directory, the last written at the end."""
     dated_files = []
     for path in (run_dir / LOGS).glob("*.log"):
         with suppress(OSError):
@@ -48,8 +48,8 @@ def list_log_files(run_dir: Path) -> list[Path]:
 
 
 def read_log_lines(run_dir: Path, name: str = "", count: int = 20) -> Iterator[str]:
-    """Yield the last `count` lines of each log of a run directory whose name contains `name`, the one that was written
-    last at the end. Raises ConfigError if there is none."""
+    """Yield the last `count` lines of each of a job's logs, in its run directory, whose name contains `name`, the one
+    that was written last at the end. Raises ConfigError if there is none."""
     log_paths = [path for path in list_log_files(run_dir) if name in path.name]
     if not log_paths:
         existing_names = [path.name for path in list_log_files(run_dir)][-3:]
@@ -62,7 +62,7 @@ def read_log_lines(run_dir: Path, name: str = "", count: int = 20) -> Iterator[s
 
 
 def read_last_log_lines(path: Path, count: int) -> list[str]:
-    """Return the last `count` lines of a text file, without what would move a terminal's cursor; [] if it cannot be
+    """Return the last `count` lines of a job's log, without what would move a terminal's cursor; [] if it cannot be
     read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -152,12 +152,12 @@ def describe_status(run_dir: Path) -> Iterator[str]:
 
 
 def _find_code_hash(driver_events: Sequence[JournalEvent]) -> str:
-    """Return the hash of the package's sources that a job's driver ran, from its events; "" if not recorded."""
+    """Return, for a job's status, the hash of the sources that a driver ran, from its events; "" if not recorded."""
     return next(((e.code or {}).get("platform", "") for e in driver_events if isinstance(e, events.Starting)), "")
 
 
 def _find_driver_end(driver_events: Sequence[JournalEvent]) -> tuple[float | None, str]:
-    """Return when and, in words, how a driver ended, from its events; (None, "no end") if it has not."""
+    """Return when and, in words, how a job's driver ended, from its events; (None, "no end") if it has not."""
     for event in driver_events:
         if isinstance(event, End):
             cause = getattr(event, "cause", "") or getattr(event, "signal", "")
@@ -166,7 +166,7 @@ def _find_driver_end(driver_events: Sequence[JournalEvent]) -> tuple[float | Non
 
 
 def _describe_state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], drivers: Sequence[dict[str, Any]]) -> str:
-    """Return in words whether a driver trains the run now and, if not, how the last one ended."""
+    """Return a job's state in words: whether a driver trains the run now and, if not, how the last one ended."""
     last = drivers[-1] if drivers else {}
     if last.get("event") == CLOSED and "status" in last:
         status = last["status"]
@@ -185,7 +185,7 @@ def _describe_state(run_dir: Path, lives: Sequence[Sequence[JournalEvent]], driv
 
 
 def _describe_age(moment: float) -> str:
-    """Return in words how long ago a moment was, given in seconds since the epoch; 0: never."""
+    """Return in words, for a job's status, how long ago a moment was, in seconds since the epoch; 0: never."""
     seconds = max(0, int(time.time() - moment))
     return f"{format_hms(seconds)} ago" if moment else "never"
 
@@ -207,7 +207,7 @@ def _format_driver_line(number: int, driver_events: Sequence[JournalEvent], code
 
 
 def _describe_last_failure(journal: Sequence[JournalEvent]) -> Iterator[str]:
-    """Yield a line on the last failure of a worker, with node and cause, if there was one."""
+    """Yield the line of a job's status on the last failure of a worker, with node and cause, if there was one."""
     failures = [event for event in journal if isinstance(event, events.Failure)]
     if failures:
         last = failures[-1]

@@ -203,7 +203,7 @@ def _secret_variable(text: str) -> dict[str, Any]:
 
 
 def _service_variables(monitor: Monitor, named: Collection[str]) -> list[dict[str, Any]]:
-    """Return the variables with address and token of a run's services, but for `named` ones, each from a Secret."""
+    """Return a manifest's variables with address and token of services, but for `named` ones, each from a Secret."""
     unnamed = [secret for secret in secrets_of_sinks(monitor) if secret[0] not in named]
     refs = {variable: {"name": service, "key": key, "optional": True} for variable, service, key in unnamed}
     return [{"name": variable, "valueFrom": {"secretKeyRef": ref}} for variable, ref in refs.items()]

@@ -78,7 +78,7 @@ def workers_per_node(options: JobOptions, world_size: int) -> int:
 
 
 def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize:
-    """Compute the nodes, GPUs and memory that the run of `config` under `plan` asks of a cluster. Where the
+    """Compute the size of a job: the nodes, GPUs and memory that the run of `config` under `plan` asks for. Where the
     configuration says nothing of fewer workers (elastic.min_workers), half of the nodes are enough to start with."""
     device = "cuda" if config.cluster.device == "cuda" else "cpu"
     workers = workers_per_node(options, plan.mesh.world_size)
@@ -99,7 +99,7 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
 
 
 def _worker_state_bytes(config: Config, plan: Plan) -> int:
-    """Return the bytes of master copies and optimizer state on the worker that has most of them."""
+    """Return the bytes of master copies and optimizer state on the worker of a job that has most of them."""
     first, kept, master = plan.mesh.rank_coordinates(0), count_states_per_element(config), plan.itemsize["master"]
     places = [{**first, "stage": stage} for stage in range(plan.num_stages)]
     return max(plan.count_masters_of_rank(c) * master + weight_bytes(plan, kept, c)["optimizer"] for c in places)
@@ -248,7 +248,7 @@ def read_own_files(run: PlannedRun, config_dir: str | None) -> dict[str, str]:
 
 
 def _list_module_files(name: str) -> Iterator[tuple[str, Path]]:
-    """Yield (path below its folder, path) of each file of an imported module or package, unless it is installed."""
+    """Yield, to go with a job, (path below its folder, path) of each file of a module that is not installed."""
     module = sys.modules[name]
     for folder in map(Path, getattr(module, "__path__", ())):  # a package without __init__ has several, maybe
         if "site-packages" not in folder.parts:
@@ -259,8 +259,8 @@ def _list_module_files(name: str) -> Iterator[tuple[str, Path]]:
 
 
 def fill_template(template: str, values: Mapping[str, str | None]) -> str:
-    """Fill the places `@{NAME}` of a template; a line with a place whose value is None is left out, and a value of
-    several lines is indented as its place. Raises KeyError for a place without a value."""
+    """Fill the places `@{NAME}` in the template of a job's manifest or script; a line with a place whose value is None
+    is left out, and a value of several lines is indented as its place. Raises KeyError for a place without a value."""
     lines = []
     for line in template.splitlines():
         names = _PLACE.findall(line)

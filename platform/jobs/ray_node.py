@@ -81,8 +81,9 @@ def count_cpus(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def find_own_address(interface: str = "", peer: str = "", version: int = 4) -> str:
-    """Return the IP address of this node by which the others reach it: the address of the network interface named, else
-    the one from which `peer` (a host of the same job; "" for none) is reached. `version`: IP version, 4 or 6.
+    """Return the IP address of this node of a job by which the others reach it: the address of the network interface
+    named, else the one from which `peer` (a host of the same job; "" for none) is reached. `version`: IP version, 4 or
+    6.
 
     A host's own name is no way to find it: many resolve it to 127.0.1.1, or to an address of the other version. Raises
     ConfigError for an interface without such an address, and where only loopback is found and there is a peer.
@@ -111,7 +112,7 @@ def find_own_address(interface: str = "", peer: str = "", version: int = 4) -> s
 
 
 def format_endpoint(address: str, port: int) -> str:
-    """Format HOST:PORT, with an IPv6 address in brackets."""
+    """Format the HOST:PORT of Ray on a job's node, with an IPv6 address in brackets."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 

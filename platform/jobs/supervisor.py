@@ -74,13 +74,13 @@ class DriverEnd:
 
     @property
     def is_lost(self) -> bool:
-        """Return True if the driver was killed: by a signal, or by a library that left no time to record it."""
+        """Return True if the job's driver was killed: by a signal, or by a library that left no time to record it."""
         killed = self.status < 0 or self.status > 128
         return killed or (self.status not in (DONE, REFUSED, STOPPED, UNAVAILABLE) and not self.recorded)
 
     @property
     def met_world_fault(self) -> bool:
-        """Return True if the world kept the driver from its work: so it said, or it refused what worked before."""
+        """Return True if the world kept a job's driver from its work: so it said, or it refused what worked before."""
         return self.status == UNAVAILABLE or (self.status == REFUSED and self.has_steps and not self.advanced)
 
     @property
@@ -130,7 +130,7 @@ def find_job_start_step(lines: Iterable[dict[str, Any]]) -> int | None:
 
 
 def read_drivers(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the lines of drivers.jsonl in a run directory, [] if there is none. Raises Malformed, OSError."""
+    """Read the supervisor's lines in a job's drivers.jsonl, [] if there is none. Raises Malformed, OSError."""
     try:
         return list(json_records.read_lines(run_dir / DRIVERS, lambda line: schema.parse_value(_LINE, line)))
     except (FileNotFoundError, NotADirectoryError):
@@ -320,7 +320,7 @@ def read_or_default(read: Callable[[Path], _Seen], run_dir: Path, otherwise: _Se
 
 
 def wait_until(done: Callable[[], object], seconds: float = inf, every: float = 0.5) -> None:
-    """Wait until `done`, for at most `seconds`; look whether it is once in `every` seconds."""
+    """Wait inside a job until `done`, for at most `seconds`; look whether it is once in `every` seconds."""
     deadline = time.monotonic() + seconds
     while not done() and (remaining := deadline - time.monotonic()) > 0:
         time.sleep(min(every, remaining))
@@ -344,5 +344,5 @@ def end_ray_job(status: int, environment: Mapping[str, str] = os.environ) -> Non
 
 
 def find_ray_job(environment: Mapping[str, str]) -> str:
-    """Return the submission id of the Ray job whose entry point has this environment, "" if there is none."""
+    """Return the submission id of this job in Ray, whose entry point has this environment, "" if there is none."""
     return str(ray_job_config(environment).get("metadata", {}).get("job_submission_id", ""))
