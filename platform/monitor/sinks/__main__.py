@@ -94,7 +94,7 @@ def _send_remaining(run: SinkRun, name: str, includes_held_steps: bool) -> None:
 
 
 def _resolve_references_if_possible(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the run's keys of the group monitor with references such as ${oc.env:NAME} resolved, if all can be."""
+    """Return for a service the keys of group monitor, references such as ${oc.env:NAME} resolved, if all can be."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -104,7 +104,7 @@ def _resolve_references_if_possible(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_configuration(directory: Path) -> dict[str, Any]:
-    """Read the configuration of the run whose numbers are sent, with the defaults of what an older version lacks.
+    """Read the configuration of the run whose numbers a service gets, with the defaults of what an older version lacks.
     Raises ConfigError."""
     from platform.config.fields import Config
 
@@ -170,7 +170,7 @@ def _lower_session_priority(process: int) -> None:
 
 
 def _walk_process_tree(process: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield a process and all that it has started, which still run, each with its threads."""
+    """Yield a service's process and all that it has started, such as W&B's, which still run, each with its threads."""
     tasks = [*Path(f"/proc/{process}/task").glob("*")]
     yield process, [int(task.name) for task in tasks]
     for task in tasks:

@@ -26,9 +26,9 @@ _BLOCK = 4 << 20  # bytes that are read at once
 
 
 def read_new_lines(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the objects on the whole lines of a run's metrics or journal from the byte `offset` on, each with the
-    places of its first byte and behind its last; lines that are no objects are passed over. A file that has become
-    shorter is another one, and is read from its start."""
+    """Yield, for a service, the objects on the whole lines of a run's metrics or journal from the byte `offset` on,
+    each with the places of its first byte and behind its last; lines that are no objects are passed over. A file that
+    has become shorter is another one, and is read from its start."""
     with suppress(FileNotFoundError, NotADirectoryError), documents.open_regular_file(path) as file:
         if file.seek(0, 2) < offset:
             offset = 0

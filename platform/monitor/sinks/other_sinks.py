@@ -124,7 +124,7 @@ class MlflowSink(MonitorSink):
 
 @cache
 def _mlflow_name(name: str) -> str:
-    """Return the name of a metric or key with the characters that MLflow takes.
+    """Return the name of a metric or key at the service MLflow, with the characters that it takes.
 
     >>> _mlflow_name("comm/all_gather/data+t")
     'comm/all_gather/data_t'
