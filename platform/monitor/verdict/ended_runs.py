@@ -265,7 +265,7 @@ def _judge_slow_links(live: LiveState, slow: list[SeenLink], sure: str) -> Verdi
 
 
 def _count_link_ends(links: list[SeenLink], nodes: dict[str, str]) -> Counter[str]:
-    """Count how many of some links begin or end at each node."""
+    """Count, for the verdict on slow links, how many of some begin or end at each node."""
     return Counter(node for link in links for node in (_node_name(link.here, nodes), _node_name(link.there, nodes)))
 
 

@@ -125,28 +125,28 @@ _KEPT = 8  # frames of a stack, the innermost
 
 
 def is_out_of_memory(error: str) -> bool:
-    """Return True if a failed worker's error says that its device or machine had no memory left."""
+    """Return True if a failed worker's error is evidence that its device or machine had no memory left."""
     return bool(_MEMORY.search(error))
 
 
 def blames_others(error: str) -> bool:
-    """Return True if a failed worker's error is one of communication, as when another rank is gone."""
+    """Return True if a failed worker's error is evidence against others: of communication, as when a rank is gone."""
     return bool(_OTHERS.search(error))
 
 
 def is_too_few(error: str) -> bool:
-    """Return True if an error ended a run because too few workers were left."""
+    """Return True if an error is evidence that a run ended because too few workers were left."""
     return bool(_TOO_FEW.search(error))
 
 
 def innermost_frames(error: str) -> list[str]:
-    """Return the innermost frames of the traceback in a failed worker's error, the innermost last."""
+    """Return as evidence the innermost frames of the traceback in a failed worker's error, the innermost last."""
     matches = [match for line in error.splitlines() if (match := _FRAME.match(line))]
     return [f"{match[1]}:{match[2]} in {match[3]}" for match in matches][-_KEPT:]
 
 
 def activity_text(beat: Activity) -> str:
-    """Format what a worker does, by its heartbeat, as "waiting in all_reduce over data"."""
+    """Format what a worker does, by its heartbeat, for a verdict: "waiting in all_reduce over data"."""
     if not beat.waiting:
         where = f"in {beat.section}" if beat.section else f"in {beat.call}"
         return f"preparing {where}" if beat.preparing else f"at work {where}"
@@ -154,7 +154,7 @@ def activity_text(beat: Activity) -> str:
 
 
 def format_activities(doings: Iterable[tuple[int, Activity]]) -> list[str]:
-    """Format what workers do, by (rank, heartbeat), as a line for each activity, the most frequent first."""
+    """Format what workers do, by (rank, heartbeat), for a verdict: a line per activity, the most frequent first."""
     ranks_by_activity: dict[str, list[int]] = {}
     for rank, beat in doings:
         ranks_by_activity.setdefault(activity_text(beat), []).append(rank)
@@ -163,7 +163,7 @@ def format_activities(doings: Iterable[tuple[int, Activity]]) -> list[str]:
 
 
 def wait_text(wait: Wait) -> str:
-    """Format the collective or message that a worker waits for."""
+    """Format for a verdict the collective or message that a worker waits for."""
     if wait.peer >= 0:
         return f"{wait.op} {'to' if wait.op == 'send' else 'from'} rank {wait.peer}"
     name = f" ({wait.name})" if wait.name not in ("", wait.op) else ""
@@ -171,7 +171,7 @@ def wait_text(wait: Wait) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Format ranks for people: "rank 3", "ranks 0 and 2", "ranks 0, 1, 2 and 61 more"."""
+    """Format ranks for a verdict: "rank 3", "ranks 0 and 2", "ranks 0, 1, 2 and 61 more"."""
     texts = [str(rank) for rank in sorted(ranks)]
     if len(texts) == 1:
         return f"rank {texts[0]}"

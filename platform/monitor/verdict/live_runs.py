@@ -62,7 +62,7 @@ def judge_pulse(evidence: Evidence) -> Verdict | None:
 
 
 def is_late(live: LiveState) -> bool:
-    """Return True if the call under way lasts longer than it should, by the usual step of the run."""
+    """Return True if the call under way lasts longer than it should, by the usual step of the run, for a verdict."""
     if not live.call:
         return False
     elapsed, step = live.time - live.called, live.call.startswith("step(")
@@ -319,19 +319,19 @@ def judge_slow_steps(evidence: Evidence) -> Verdict | None:
 
 
 def _is_same_work(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return True if two rows of metrics are of steps that do the same work on the same mesh."""
+    """Return True if two rows of metrics are of steps that a verdict may compare: the same work on the same mesh."""
     first, last = ((r.get("generation"), r.get("length"), _count_samples(r)) for r in (row, other))
     return first == last
 
 
 def _count_samples(row: Mapping[str, Any]) -> int:
-    """Return the number of samples of a step, of its row of metrics; 0 if it is not known."""
+    """Return the samples of a step, by its row of metrics, for the verdict on slow steps; 0 if it is not known."""
     first, end = row.get("samples") or (0, 0)
     return int(end - first)
 
 
 def _median_part_seconds(rows: Sequence[Mapping[str, Any]], part: str) -> float:
-    """Return the median seconds that steps spent in a part, of rows of metrics."""
+    """Return the median seconds that steps spent in a part, by rows of metrics, for the verdict on slow steps."""
     return median(row["seconds"].get(part, 0.0) for row in rows)
 
 
