@@ -459,7 +459,7 @@ def last_driver_events(journal: Sequence[JournalEvent]) -> Sequence[JournalEvent
 
 
 def last_error_line(error: str) -> str:
-    """Return the last line of a failed worker's error, which names it."""
+    """Return the last line, which names it, of the error in a journal's event of a failure."""
     return error.strip().rpartition("\n")[2].strip()
 
 
@@ -518,6 +518,6 @@ class Spike(JournalEvent, word="spike"):
 
     @property
     def number_text(self) -> str:
-        """Return which number of the step is a spike, and its value: "a loss of nan"."""
+        """Return which number this event of the journal calls a spike, and its value: "a loss of nan"."""
         of_loss = not isfinite(self.loss) or isfinite(self.grad_norm)
         return f"a loss of {self.loss:g}" if of_loss else f"a gradient norm of {self.grad_norm:g}"

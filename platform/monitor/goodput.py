@@ -56,7 +56,7 @@ class FailureCost:
 
     @property
     def total_seconds(self) -> float:
-        """Return the useful seconds that a failure of the run cost in all."""
+        """Return the useful seconds that a failure cost in all, for the run's goodput."""
         return self.stopped + self.repeated + self.fewer
 
 
@@ -66,7 +66,7 @@ class TimeAccount:
     or a driver leaves unsaved at its end or death. Other sums are as in Goodput."""
 
     def __init__(self, step_seconds: Mapping[int, float]) -> None:
-        """Begin an account of a run's time in which nothing has happened, of steps that take `step_seconds`."""
+        """Begin the goodput's account of a run's time, with nothing in it, of steps that take `step_seconds`."""
         self.periods, self.failures = list[Period](), list[FailureCost]()
         self.recoveries: list[float] = []
         self.transitions = self.steps_lost = self.restarts = 0
@@ -98,7 +98,7 @@ class TimeAccount:
         )
 
     def enter_event(self, event: JournalEvent) -> None:
-        """Take the next event of the journal into the account of a run's time; between two drivers, none counts."""
+        """Enter the next event of the journal in the goodput's account of time; between two drivers, none counts."""
         if isinstance(event, events.Starting):
             self._begin_driver(event.time)
         elif self._kind:
@@ -109,14 +109,14 @@ class TimeAccount:
         self.last = max(self.last, event.time)
 
     def close_period(self, time: float) -> None:
-        """End the open period of a run's time, if there is one."""
+        """End the open period in the goodput's account of a run's time, if there is one."""
         if self._kind:
             self._enter_period(self._kind, self._since, time)
         self._kind = ""
 
     def _begin_driver(self, time: float) -> None:
-        """Enter the start of a driver; if the one before it has no end, it was killed, with all that it had not
-        saved."""
+        """Enter the start of a driver in the goodput's account; if the one before it has no end, it was killed, with
+        all that it had not saved."""
         self._restarted = time if self._kind else None
         if self._kind:
             self.restarts += 1
@@ -129,7 +129,7 @@ class TimeAccount:
         self._begin_period("start", time)
 
     def _enter_driver_event(self, event: JournalEvent) -> None:
-        """Take an event of a driver into the account of a run's time."""
+        """Enter a driver's event of the journal in the goodput's account of a run's time."""
         match event:
             case events.TookOver():
                 what = "died without an end"
@@ -180,12 +180,12 @@ class TimeAccount:
         self._failure = failure if kind == "fewer" else None
 
     def _begin_period(self, kind: str, time: float) -> None:
-        """Begin a period of a run's time of another kind, where the one before ends."""
+        """Begin a period of another kind in the goodput's account of a run's time, where the one before ends."""
         self.close_period(time)
         self._kind, self._since = kind, time
 
     def _enter_period(self, kind: str, start: float, end: float) -> None:
-        """Enter a period of a run's time, and charge the last failure for it."""
+        """Enter a period of a run's time in the goodput's account, and charge the last failure for it."""
         if end <= start:
             return
         periods = self.periods
@@ -197,7 +197,7 @@ class TimeAccount:
             self._failure.fewer += (end - start) * (1 - self._workers / self._full)
 
     def _enter_failure(self, failure: FailureCost) -> None:
-        """Enter a failure, which is charged for the time from now on."""
+        """Enter a failure in the goodput's account, which is charged for the time from now on."""
         self.failures.append(failure)
         self._failure = failure
 
@@ -221,8 +221,8 @@ class TimeAccount:
 def build_account(
     journal: Iterable[JournalEvent], now: float = 0.0, step_seconds: Mapping[int, float] | None = None
 ) -> TimeAccount:
-    """Return the account of a run's time from its journal, up to `now` if it goes on: the last sign of its work. The
-    `step_seconds` of each step separate the first step of a mesh from the start before it."""
+    """Return the goodput's account of a run's time from its journal, up to `now` if it goes on: the last sign of its
+    work. The `step_seconds` of each step separate the first step of a mesh from the start before it."""
     account = TimeAccount(step_seconds or {})
     for event in journal:
         account.enter_event(event)
@@ -318,8 +318,8 @@ class Best(NamedTuple):
 
 
 def check_early_stop(rows: Iterable[Mapping[str, Any]], e: Eval) -> Best | None:
-    """Return a run's best evaluation if eval.patience evaluations in a row have not been better by more than
-    eval.least_gain; else None. `rows`: rows of metrics.jsonl, in order."""
+    """Return, by a run's metrics, its best evaluation if eval.patience evaluations in a row have not been better by
+    more than eval.least_gain; else None. `rows`: rows of metrics.jsonl, in order."""
     best, worse = Best(0, inf), 0
     for row in rows:
         loss = row.get("val_loss")

@@ -125,12 +125,12 @@ class LiveState:
     stack: list[str] = field(default_factory=list)
 
     def plain_fields(self) -> dict[str, Any]:
-        """Return the sight of a run's driver as the plain data of live.json."""
+        """Return a run's live state as the plain data of its file live.json."""
         return asdict(self)
 
 
 def kernel_state(pid: int) -> str:
-    """Return the kernel's letter for the state of this machine's process, such as T if stopped; "" if it is gone."""
+    """Return the kernel's letter for a process of a run's live state, such as T if stopped; "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -138,7 +138,7 @@ def kernel_state(pid: int) -> str:
 
 
 def read_live_state(directory: Path) -> LiveState:
-    """Read a run directory's live.json. Raises Malformed, OSError."""
+    """Read a run's live state from live.json, which its driver keeps. Raises Malformed, OSError."""
     raw = documents.read_bytes(directory / LIVE, json_records.LARGEST)
     values = schema.parse_value(dict[str, Any], documents.parse_json(raw, json_records.LARGEST))
     return schema.parse_value(

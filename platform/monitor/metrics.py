@@ -136,28 +136,28 @@ class MetricColumns:
     """
 
     def __init__(self, path: Path):
-        """Prepare to read the metrics file at `path`, which need not be there yet."""
+        """Prepare to read the columns of the metrics.jsonl at `path`, which need not be there yet."""
         self._path = path
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        """Forget all that was read of the metrics file."""
+        """Forget all that was read of metrics.jsonl."""
         self._place = self.unread = 0  # the place is behind the last whole line
         self._numbers: dict[str, array[float]] = {}
         self.steps = array("q")
 
     @property
     def column_names(self) -> list[str]:
-        """Return the W&B names of a metrics file's columns."""
+        """Return the W&B names of the columns of metrics.jsonl."""
         return list(self._numbers)
 
     def column(self, name: str) -> array[float]:
-        """Return a metrics file's column of that W&B name, as long as `steps`; all NaN if there is none."""
+        """Return the column of metrics.jsonl of that W&B name, as long as `steps`; all NaN if there is none."""
         numbers = self._numbers.get(name)
         return _pad_column(array("d") if numbers is None else numbers, len(self.steps))
 
     def read_rows_and_count_kept(self) -> int:
-        """Read the new lines of the metrics file; return how many leading rows still hold."""
+        """Read the new lines of metrics.jsonl; return how many leading rows still hold."""
         rows_kept = len(self.steps)  # a file that has become shorter is read anew
         with suppress(FileNotFoundError, NotADirectoryError):
             for lines in self._new_lines():
@@ -165,7 +165,7 @@ class MetricColumns:
         return min(rows_kept, len(self.steps))
 
     def _new_lines(self) -> Iterator[list[bytes]]:
-        """Yield the whole lines that the metrics file has got since the last time, a block at once; what follows may be
+        """Yield the whole lines that metrics.jsonl has got since the last time, a block at once; what follows may be
         torn."""
         with documents.open_regular_file(self._path) as file:
             if file.seek(0, io.SEEK_END) < self._place:
@@ -180,7 +180,7 @@ class MetricColumns:
                     self._place, rest, self.unread = self._place + len(rest), b"", self.unread + 1
 
     def _add_lines(self, lines: Sequence[bytes]) -> int:
-        """Add the rows on lines of the metrics file; return how many rows before them still hold."""
+        """Add the rows on lines of metrics.jsonl; return how many rows before them still hold."""
         rows_kept, last = len(self.steps), self.steps[-1] if self.steps else -1
         shape: _Shape = ()
         alike: list[list[Any]] = []  # the values of rows of that shape, which become columns together
@@ -203,7 +203,7 @@ class MetricColumns:
         return rows_kept
 
     def _roll_back_rows(self, step: int) -> int:
-        """Forget the rows from a step on; return how many there are before it."""
+        """Forget the rows of metrics.jsonl from a step on; return how many there are before it."""
         before = bisect_left(self.steps, step)
         del self.steps[before:]
         for longer in self._numbers.values():
@@ -211,7 +211,7 @@ class MetricColumns:
         return before
 
     def _add_rows(self, shape: _Shape, rows: Sequence[Sequence[Any]]) -> None:
-        """Add to the columns the values of rows of one shape, whose steps have just been added."""
+        """Add to the columns of metrics.jsonl the values of rows of one shape, whose steps have just been added."""
         before = len(self.steps) - len(rows)
         for name, values in zip(_flat_names(shape), zip(*rows, strict=True), strict=True):
             if name and (numbers := _convert_numbers(values)) is not None:
@@ -258,7 +258,7 @@ def _flatten_row(row: dict[str, Any]) -> tuple[_Shape, list[Any]]:
 
 @lru_cache(maxsize=8)
 def _flat_names(shape: _Shape) -> list[str]:
-    """Return the W&B names of the values of rows of that shape, "" of what W&B does not get."""
+    """Return the W&B names of the values in rows of metrics.jsonl of that shape, "" of what W&B does not get."""
     known = wandb_names()
     names: list[str] = []
     for part in shape:

@@ -116,7 +116,7 @@ class Console:
 
 
 def _format_scores(scores: dict[str, float]) -> str:
-    """Return the first scores of a run's evaluation tasks as text for its console, and how many more there are."""
+    """Return for a run's console the first scores of its evaluation tasks, and how many more there are."""
     shown = "".join(f"  {name} {score:.4f}" for name, score in list(scores.items())[:_SCORES])
     return shown + (f"  and {len(scores) - _SCORES} more" if len(scores) > _SCORES else "")
 
@@ -140,11 +140,11 @@ class RayGauges:
     ray[default] is installed; the driver sets them. A gauge lasts as long as the driver."""
 
     def __init__(self, run: str):
-        """Prepare the Prometheus gauges of a run, labelled with `run`, the name of its directory."""
+        """Prepare the Prometheus gauges of a run's driver, labelled with `run`, the name of its directory."""
         self._tags, self._gauges = {TAG: run}, dict[str, Any]()
 
     def send_step(self, values: Mapping[str, Any]) -> None:
-        """Set a run's Prometheus gauges to a step's numbers by name, no histograms; do nothing once Ray is gone."""
+        """Set the driver's Prometheus gauges to a step's numbers, no histograms; do nothing once Ray is gone."""
         import ray
         from ray.util.metrics import Gauge
 
@@ -157,15 +157,15 @@ class RayGauges:
             self._gauges[name].set(float(value), self._tags)
 
     def send_summary(self, values: dict[str, Any]) -> None:
-        """Set the Prometheus gauges of numbers of the whole run by name, which W&B gets too."""
+        """Set the driver's Prometheus gauges of numbers of the whole run by name, which W&B gets too."""
         self.send_step(values)
 
     def close(self, status: int) -> None:
-        """End the Prometheus gauges with the driver: Ray forgets the metrics of an ended process."""
+        """End the Prometheus gauges with the driver itself: Ray forgets the metrics of an ended process."""
 
 
 def gauge_name(name: str) -> str:
-    """Return the name of the Prometheus gauge for a metric of that name on W&B.
+    """Return the name of the driver's Prometheus gauge for a metric of that name on W&B.
 
     >>> gauge_name("comm/all_gather/data+t")
     'platform_comm_all_gather_data_t'
@@ -180,13 +180,13 @@ class Service(Protocol):
     """Service inside the driver's process that is sent a run's numbers, and may fail without harm to it."""
 
     def send_step(self, values: dict[str, float | list[int]]) -> None:
-        """Send a committed step, numbers and histograms by their W&B names, to this service, such as Prometheus."""
+        """Send a committed step, numbers and histograms by their W&B names, from the driver to this service."""
 
     def send_summary(self, values: dict[str, Any]) -> None:
-        """Send numbers of the whole run, by their W&B names, to this service, such as Prometheus."""
+        """Send numbers of the whole run, by their W&B names, from the driver to this service, such as Prometheus."""
 
     def close(self, status: int) -> None:
-        """End the run at this service, such as Prometheus, with the launcher's exit status."""
+        """End the run at this service of the driver, such as Prometheus, with the launcher's exit status."""
 
 
 class RunMonitor:

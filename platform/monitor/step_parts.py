@@ -73,13 +73,13 @@ def describe_main_cause(predicted: Parts, measured: Parts) -> str:
 
 
 def is_worth_telling(predicted: Parts, measured: Parts) -> bool:
-    """Return True if a step takes so much longer or shorter than predicted that a user wants to know why."""
+    """Return True if a step takes so much longer or shorter than predicted that the console should say why."""
     factor = sum(measured.values()) / sum(predicted.values())
     return factor >= MATTERS or factor <= 1 / MATTERS
 
 
 def describe_likely_cause(load: float, cores: int, workers: int, threads: int) -> str:
-    """Return the line that says why steps on this machine's CPU may be slow, by its load average, `cores` and the
+    """Return the console's line on why steps on this machine's CPU may be slow, by its load average, `cores` and the
     workers with so many `threads` each; "" if none of these explains it."""
     if workers * threads > cores:
         count = format_count(workers * threads, "thread")
