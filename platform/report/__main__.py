@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse_port(text: str) -> int:
-    """Parse a port. Raises ArgumentTypeError unless it is one."""
+    """Parse the port at which a page is served. Raises ArgumentTypeError unless it is one."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"must be a port from 0 (any) to 65535, not {text!a}")
     return int(text)

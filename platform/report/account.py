@@ -28,7 +28,7 @@ _TONES: dict[type[JournalEvent], str] = {
 
 
 def time_shares(account: TimeAccount, useful: float | None) -> dict[str, float]:
-    """Return where the seconds of a run's drivers went, by kind; `useful`: seconds of a run that goes on, else None."""
+    """Return the shares of time on a run's page, seconds by kind; `useful`: seconds of one that goes on, else None."""
     seconds_by_kind = {"useful": account.useful_seconds if useful is None else useful}
     for kind in ("lost", "start", "recover", "reshape"):
         seconds_by_kind[kind] = sum(s.end - s.start for s in account.periods if s.kind == kind)
@@ -37,7 +37,7 @@ def time_shares(account: TimeAccount, useful: float | None) -> dict[str, float]:
 
 
 def is_unfinished(journal: Sequence[JournalEvent]) -> bool:
-    """Return True if a run's journal has no end of its last driver: it trains, or was killed."""
+    """Return True if a page's run has no end of its last driver in its journal: it trains, or was killed."""
     last = next((e for e in reversed(journal) if isinstance(e, End | events.Starting | events.Refused)), None)
     return isinstance(last, events.Starting)
 
@@ -53,18 +53,18 @@ def shown_events(journal: Sequence[JournalEvent], most: int) -> tuple[list[Journ
 
 
 def event_line(event: JournalEvent) -> str:
-    """Return an event of a run's journal as a line of text; "" for one that is no news."""
+    """Return the line of a run's page on an event of its journal; "" for one that is no news."""
     line = LINES.get(type(event))
     return printable_line(line(event), 500) if line else ""
 
 
 def event_tone(event: JournalEvent) -> str:
-    """Return whether an event of a run's journal is good, bad or neither: "good", "warn", "bad" or ""."""
+    """Return whether an event among a page's news is good, bad or neither: "good", "warn", "bad" or ""."""
     return _TONES.get(type(event), "")
 
 
 def event_step(event: JournalEvent) -> int | None:
-    """Return the step that an event of a run's journal is about, None if it has none."""
+    """Return the step that a run's page shows for an event of the journal, None if it has none."""
     return getattr(event, "step", None)
 
 
@@ -72,7 +72,8 @@ HIDDEN = "monitor.alert_command"  # a page can be mailed, and a webhook's addres
 
 
 def list_origins(look: Look) -> Iterator[tuple[str, str]]:
-    """Yield what a run trains, on what, by which command and code, as (name, text)."""
+    """Yield what a run's page says of its origin: what it trains, on what, by which command and code, as (name,
+    text)."""
     if config := look.config:
         m, data = config.model, config.data
         shape = f"{m.kind}, {m.layers} layers of {m.d_model}{f', of {m.source}' if m.source else ''}"
@@ -107,7 +108,7 @@ def state_line(look: Look | None, columns: MetricColumns) -> dict[str, Any]:
 
 
 def last_number(columns: MetricColumns, name: str) -> float | None:
-    """Return the last number in a column of a run's metrics, None if it has none."""
+    """Return the last number that a page has in a column of a run's metrics, None if it has none."""
     return next((v for v in reversed(columns.column(name)) if v == v), None)
 
 

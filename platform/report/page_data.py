@@ -47,7 +47,7 @@ class WatchedRun:
     without a run, and `faults`, a line for each file that could not be read."""
 
     def __init__(self, directory: Path):
-        """Prepare to read the run in a directory, of which nothing need be there yet."""
+        """Prepare to read the run of a page in a directory, of which nothing need be there yet."""
         self.directory = directory
         self.columns = MetricColumns(directory / METRICS)
         self.found: Look | None = None
@@ -55,11 +55,11 @@ class WatchedRun:
 
     @property
     def journal_events(self) -> Sequence[JournalEvent]:
-        """Return the events of the run."""
+        """Return the journal's events of the run that is on the page."""
         return self.found.evidence.journal if self.found else []
 
     def read_run_news(self) -> int:
-        """Read the news of the run directory; return how many of the rows of metrics, from the first, still hold."""
+        """Read the news of the page's run; return how many of the rows of metrics, from the first, still hold."""
         self.found = None
         with suppress(ConfigError):
             self.found = read_run_contents(self.directory)
@@ -71,7 +71,7 @@ class WatchedRun:
         return kept
 
     def read_new_metrics(self) -> int:
-        """Read new rows of metrics of the run; return how many of the rows, from the first, still hold."""
+        """Read new rows of metrics of the page's run; return how many of the rows, from the first, still hold."""
         try:
             return self.columns.read_rows_and_count_kept()
         except OSError as error:
@@ -100,7 +100,7 @@ def collect_page_data(runs: Sequence[WatchedRun], live: bool = False) -> dict[st
 
 
 def _swept_values(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
-    """Return key -> its value in each run, of the keys in which runs differ."""
+    """Return, for a page on several runs, key -> its value in each, of the keys in which they differ."""
     usual = dict(_flat_settings(Config().to_dict()))
     keys = sorted({key for of_run in settings for key in of_run} - {"run.dir"})
     swept = {key: [of.get(key, _command_line_text(usual.get(key)) if of else "") for of in settings] for key in keys}
@@ -108,7 +108,7 @@ def _swept_values(settings: Sequence[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def _unique_names(directories: Sequence[Path]) -> list[str]:
-    """Return a short name for each run directory: as many of its last parts as it takes to be unique."""
+    """Return a short name on the page for each run directory: as many of its last parts as it takes to be unique."""
     for count in range(1, 6):
         names = [documents.printable_line("/".join(d.parts[-count:]) or d) for d in directories]
         if len(set(names)) == len(names):
@@ -117,12 +117,12 @@ def _unique_names(directories: Sequence[Path]) -> list[str]:
 
 
 def _heat_metrics() -> list[str]:
-    """Return the metrics of the panels that show a mean alone, as colours."""
+    """Return the metrics of the page's panels that show a mean alone, as colours."""
     return [m for panel in all_panels() if panel.get("kind") == "heat" for m in panel["metrics"]]
 
 
 def _spread_metrics() -> list[str]:
-    """Return the metrics of the panels that show spreads over the workers, and of the ranks at their ends."""
+    """Return the metrics of the page's panels that show spreads over workers, and of the ranks at their ends."""
     return [m for panel in all_panels() if "ranks" in panel for m in (*panel["metrics"], f"{panel['ranks']}/*")]
 
 
@@ -166,12 +166,12 @@ def _collect_run_data(run: WatchedRun, name: str, points: int) -> dict[str, Any]
 
 
 def _seconds_by_step(columns: MetricColumns) -> dict[int, float]:
-    """Return step -> its seconds, of the steps in a run's metrics whose time is known."""
+    """Return step -> its seconds, of the steps in a page's run whose time is known."""
     return {step: s for step, s in zip(columns.steps, columns.column("perf/step_seconds"), strict=True) if s == s}
 
 
 def _useful_seconds(run: WatchedRun) -> float | None:
-    """Return the useful seconds of a run that goes on, None for one that has ended."""
+    """Return, for its page, the useful seconds of a run that goes on, None for one that has ended."""
     if not account.is_unfinished(run.journal_events):
         return None  # the journal has them all; of one that goes on, only up to its last checkpoint
     return float(np.nansum(run.columns.column("perf/step_seconds")))
@@ -268,7 +268,7 @@ def _spread_values(columns: MetricColumns, name: str, rows: np.ndarray, edges: n
 
 
 def _part_edges(rows: int, parts: int) -> np.ndarray:
-    """Return the edges of so many parts of as many rows each."""
+    """Return the edges of so many parts of a page's curve, each of as many rows."""
     return np.linspace(0, rows, parts + 1).astype(np.int64)
 
 
@@ -287,7 +287,7 @@ def _round_values(values: np.ndarray) -> list[float | None]:
 
 
 def _shown_plan(plan: dict[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Return `facts` of a plan as plan.json has it, and `table`, the layout of each region; {} if it has none."""
+    """Return, for the page, `facts` of a plan by plan.json, and `table`, the layout of each region; {} without any."""
     try:
         mesh, regions = dict(plan["mesh"]), dict(plan["regions"])
         dims = list(dict.fromkeys(dim for region in regions.values() for dim in region))
@@ -327,12 +327,12 @@ def _run_pictures(run: WatchedRun, config: Config | None) -> Iterator[tuple[str,
 
 
 def _svg_data_url(svg: bytes) -> str:
-    """Return the address of an SVG picture that has the picture in itself."""
+    """Return the address on a page of an SVG picture that has the picture in itself."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
 def _settings_not_default(config: Config) -> dict[str, str]:
-    """Return the keys of a run's configuration whose value is not the default, with their values as text."""
+    """Return, for a run's page, the keys of its configuration with another value than the default, as text."""
     usual = dict(_flat_settings(Config().to_dict()))
     changed = {key: value for key, value in _flat_settings(config.to_dict()) if usual.get(key) != value}
     changed |= {account.HIDDEN: REDACTED} if account.HIDDEN in changed else {}
@@ -340,12 +340,12 @@ def _settings_not_default(config: Config) -> dict[str, str]:
 
 
 def _command_line_text(value: Any) -> str:
-    """Return the value of a key of a run's configuration as a command line has it."""
+    """Return the value of a key of a run's configuration as the page shows it, typed on a command line."""
     return f"[{','.join(map(_command_line_text, value))}]" if isinstance(value, list | tuple) else format_value(value)
 
 
 def _flat_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a nested configuration, joined by dots, with their values."""
+    """Yield the keys of a run's configuration for its page, joined by dots, with their values."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat_settings(value, f"{prefix}{name}.")

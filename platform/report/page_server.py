@@ -211,7 +211,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True for a name or an address by which a machine reaches itself, however it is spelled."""
+    """Return True for a name or address by which a page's server is reached on its own machine, however spelled."""
     with suppress(ValueError):
         address = ip_address(host)
         return (getattr(address, "ipv4_mapped", None) or address).is_loopback
