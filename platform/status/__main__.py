@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_status(arguments: argparse.Namespace) -> int:
-    """Print, for the command line, how the run is; return the exit status."""
+    """Print the status of a run for `python -m platform.status`; return the exit status."""
     place = arguments.run or next(iter(list_newest_runs()), "")
     if not place:
         raise ConfigError("RUN_DIR", RUNS, "there is no run in it", ["the directory of a run"])
@@ -56,7 +56,7 @@ def _print_status(arguments: argparse.Namespace) -> int:
 
 
 def status_data(look: Look) -> dict[str, Any]:
-    """Return how a run is as plain data: what `status_text` shows, with numbers as numbers."""
+    """Return a run's status as plain data, all that `status_text` shows, with numbers as numbers."""
     verdict = look.verdict.plain_fields() if look.verdict else None
     attention = bool(verdict and verdict["attention"])
     facts = {"run": look.directory, "attention": attention, "verdict": verdict} | collect_run_facts(look)

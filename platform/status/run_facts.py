@@ -22,8 +22,8 @@ _RATE_STEPS = 32  # last steps, whose median is the rate
 
 
 def collect_run_facts(look: Look) -> dict[str, Any]:
-    """Return how a run is: state, step, rate, time left, losses, mesh, checkpoint, goodput, as plain data. Unknown ones
-    are None."""
+    """Return a run's status: state, step, rate, time left, losses, mesh, checkpoint, goodput, as plain data. Unknown
+    ones are None."""
     evidence, last = look.evidence, dict(look.evidence.rows[-1]) if look.evidence.rows else {}
     recent = [row for row in evidence.rows if row.get("step_seconds")][-_RATE_STEPS:]
     seconds = median(row["step_seconds"] for row in recent) if recent else None
@@ -65,13 +65,14 @@ def collect_run_facts(look: Look) -> dict[str, Any]:
 
 
 def _list_worker_processes(look: Look) -> list[dict[str, Any]]:
-    """Return rank, process id and node of each worker of a run's last mesh; [] once its driver has ended."""
+    """Return, for a run's status, rank, process id and node of each worker; [] once its driver has ended."""
     formed, runs = look.evidence.last_event(events.Formed), not look.evidence.end_event and look.evidence.driver != GONE
     return [{name: w.get(name) for name in ("rank", "pid", "node")} for w in formed.workers] if formed and runs else []
 
 
 def state_word(look: Look) -> str:
-    """Return a run's state in a word or two: forming, training, re-forming, waiting for workers, ended, died, ..."""
+    """Return the state in a run's status in a word or two: forming, training, re-forming, waiting for workers, ended,
+    died, ..."""
     evidence = look.evidence
     if isinstance(evidence.end_event, End):
         return f"ended: {evidence.end_event.word.replace('_', ' ')}"
@@ -90,7 +91,7 @@ def state_word(look: Look) -> str:
 
 
 def _last_snapshot_step(look: Look) -> int | None:
-    """Return the last step that is in the workers' memory, None if there is none or the workers are gone."""
+    """Return, for a run's status, the last step in the workers' memory, None if there is none or they are gone."""
     live, runs = look.evidence.live, not look.evidence.end_event and look.evidence.driver != GONE
     if live and live.held and runs:
         return live.held
@@ -101,7 +102,7 @@ def _last_snapshot_step(look: Look) -> int | None:
 
 
 def list_status_rows(look: Look) -> Iterator[tuple[str, str]]:
-    """Yield the table that shows how a run is, as (name, value); rows that nothing is known of are left out."""
+    """Yield the table that shows a run's status, as (name, value); rows that nothing is known of are left out."""
     f, now = collect_run_facts(look), look.evidence.now
     yield "run", look.directory
     yield "state", f["state"] + (f", driver {f['driver']}" if f["driver"] and not look.evidence.end_event else "")
@@ -136,7 +137,7 @@ def list_status_rows(look: Look) -> Iterator[tuple[str, str]]:
 
 
 def _progress_row(f: dict[str, Any]) -> str:
-    """Format the row on a run's step, rate and time left."""
+    """Format the row of a run's status on its step, rate and time left."""
     text = str(f["step"]) + (f" of {f['steps']}" if f["steps"] else "")
     if f["step_seconds"]:
         text += f", {f['step_seconds']:.3g} s each"
@@ -146,13 +147,13 @@ def _progress_row(f: dict[str, Any]) -> str:
 
 
 def last_failure_verdict(look: Look) -> Verdict | None:
-    """Return the verdict on the last failure of a worker under the run's last driver, got over or not."""
+    """Return, for a run's status, the verdict on a worker's last failure under its last driver, got over or not."""
     failure = look.evidence.last_event(events.Failure)
     return judge_failure(look.evidence, failure) if failure else None
 
 
 def _recovery_row(look: Look) -> Iterator[tuple[str, str]]:
-    """Yield the row on the last failure that a run has got over."""
+    """Yield the row of a run's status on the last failure that it has got over."""
     evidence = look.evidence
     if failure := evidence.last_event(events.Failure):
         steps = (e for e in evidence.last_driver_events if isinstance(e, events.FirstStep) and e.time > failure.time)
@@ -163,12 +164,12 @@ def _recovery_row(look: Look) -> Iterator[tuple[str, str]]:
 
 
 def ago_text(now: float, moment: float) -> str:
-    """Return in words how long ago a moment was, both in seconds since the epoch."""
+    """Return in words how long ago a moment in a run's status was, both in seconds since the epoch."""
     seconds = max(0.0, now - moment)
     text = f"{seconds:.0f} s" if seconds < 100 else format_hms(int(seconds))
     return f"{text} ago" if seconds < 86400 else f"on {clock_text(moment)}"
 
 
 def clock_text(moment: float) -> str:
-    """Format a moment, in seconds since the epoch, as a local time."""
+    """Format a moment in a run's status, in seconds since the epoch, as a local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

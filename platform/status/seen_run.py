@@ -31,7 +31,7 @@ from platform.monitor.verdict.evidence import ALIVE, GONE, STOPPED, UNKNOWN
 
 
 def read_lock_owner(directory: Path) -> tuple[str, str]:
-    """Return the driver that a run directory's lock names, "process 7 on host", and its state; "" without a lock."""
+    """Return the driver that the lock of the run looked into names, "process 7 on host", and its state; "" for none."""
     owner = ""
     with suppress(OSError, ValueError):
         owner = documents.printable_line(documents.read_bytes(directory / LOCK))
@@ -48,7 +48,7 @@ def owner_state(owner: str) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return whether a process of this machine is ALIVE, STOPPED by a signal or a debugger, or GONE."""
+    """Return whether a process of the run looked into, on this machine, is ALIVE, STOPPED by a signal, or GONE."""
     return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE, "": GONE}.get(kernel_state(pid), ALIVE)
 
 
@@ -94,8 +94,8 @@ def read_run_contents(directory: Path, name: str = "") -> Look:
 
 @contextmanager
 def open_run_directory(place: str) -> Iterator[Path]:
-    """Yield the run directory that a path names, or a copy of what matters of the one that a URL names. Raises
-    ConfigError."""
+    """Yield the run directory to look into that a path names, or a copy of what matters of the one that a URL names.
+    Raises ConfigError."""
     if "://" not in place:
         yield Path(place)
         return
@@ -119,13 +119,13 @@ def open_run_directory(place: str) -> Iterator[Path]:
 
 
 def list_newest_runs() -> list[str]:
-    """Return the run directories in `runs/` of the working directory, the one that was written last first."""
+    """Return the run directories to look into in the working directory's `runs/`, the last written one first."""
     dated = [(last_write_time(folder), str(folder)) for folder in Path(RUNS).glob("*")]
     return [name for written, name in sorted(dated, reverse=True) if written]
 
 
 def _read_or_note(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
-    """Return what `read` makes of a file of a run directory, and note in `torn` if it is not what a run writes."""
+    """Return what `read` makes of a file of the run looked into, and note in `torn` if no run writes such a file."""
     try:
         return read()
     except FileNotFoundError:
@@ -137,18 +137,18 @@ def _read_or_note(torn: list[str], name: str, read: Any, otherwise: Any) -> Any:
 
 
 def _read_plan_summary(directory: Path) -> dict[str, Any]:
-    """Return the summary in a run directory's plan.json. Raises Malformed, OSError."""
+    """Return the summary in the plan.json of the run looked into. Raises Malformed, OSError."""
     raw = documents.read_bytes(directory / traces.PLAN, json_records.LARGEST)
     return schema.parse_value(dict[str, Any], documents.parse_json(raw, json_records.LARGEST))
 
 
 def _read_metrics_rows(directory: Path) -> list[dict[str, Any]]:
-    """Return the last rows of a run directory's metrics, a step once. Raises Malformed, OSError."""
+    """Return the last rows of metrics of the run looked into, a step once. Raises Malformed, OSError."""
     return metrics.valid_rows(json_records.read_last_lines(directory / METRICS, metrics.validate_row))
 
 
 def last_write_time(directory: Path) -> float:
-    """Return when a run wrote last into its directory, in seconds since the epoch; 0 if it never did."""
+    """Return when the run looked into wrote last, in seconds since the epoch; 0 if it never did."""
     times = []
     for name in (JOURNAL, METRICS, traces.CONFIG):
         with suppress(OSError):

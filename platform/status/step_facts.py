@@ -43,7 +43,7 @@ def step_facts_from_config(config: Config, step: int, why: str = "") -> TakenSte
 
 
 def check_step(step: int, steps: int) -> None:
-    """Raise ConfigError, with the nearest legal one, if a run of so many `steps` has no such training step."""
+    """Raise ConfigError, with the nearest legal one, unless a run of so many `steps` has the step to look into."""
     if not 1 <= step <= steps:
         raise ConfigError("step", step, f"must be from 1 to train.steps={steps}", [min(max(1, step), steps)])
 
@@ -78,7 +78,7 @@ def step_of_run(directory: Path, step: int | None, name: str = "") -> TakenStep:
 
 
 def _read_corpus_digest(config: Config, directory: Path) -> str:
-    """Return the hash of the corpus that the newest checkpoint of a run was trained on; "" if it has none."""
+    """Return the corpus's hash in the newest checkpoint of the run looked into; "" if it has none."""
     place = config.checkpoint.url or str(directory / "checkpoints")
     with suppress(OSError, ConfigError):
         manifest = find_newest_checkpoint(open_storage(place), verifies_bytes=False, quarantines=False).manifest
@@ -87,7 +87,7 @@ def _read_corpus_digest(config: Config, directory: Path) -> str:
 
 
 def _rebuild_plan(config: Config, directory: Path, generation: int) -> Plan | None:
-    """Return the plan under which a generation of a run worked, made again; None if that gives another plan."""
+    """Return the plan of a generation of the run looked into, made again; None if that gives another plan."""
     formed = [
         event for event in run_directory.read_journal(directory)
         if isinstance(event, events.Forming) and event.generation == generation
