@@ -247,7 +247,7 @@ def _time_attention(timer: _Timer, sizes: Extents, config: Config) -> Iterator[T
 
 
 def _compute_gradients(function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], g: torch.Tensor) -> Any:
-    """Compute a function of the first of the `inputs`, and the gradients of them all from its result's, g."""
+    """Compute, for a worker's rates, a function of the first of `inputs`, and gradients of all from its result's, g."""
     return torch.autograd.grad(function(inputs[0]), inputs, g)
 
 

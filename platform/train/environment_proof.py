@@ -49,12 +49,12 @@ def read_code() -> None:
 
 
 def identify_code(config: Config) -> dict[str, str]:
-    """Return the identity of a run's code: module -> hash of its source as first read, library -> version."""
+    """Return the code in a process's environment: module -> hash of its source as first read, library -> version."""
     return {name: _cached_module_hash(name) for name in ("platform", *config.extend)} | _library_versions()
 
 
 def describe_git_state() -> str:
-    """Return the commit that git has of the working directory, with -dirty behind it if files differ; "" for none."""
+    """Return, of a process's environment, git's commit of its directory, with -dirty if files differ; "" for none."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
@@ -97,7 +97,7 @@ def _hash_files(files: Iterable[tuple[str, Path]]) -> str:
 
 @cache
 def list_versions() -> dict[str, str]:
-    """Return the versions of Python, CUDA and LIBRARIES here, by name; "none" or "not installed" if absent."""
+    """Return the versions in a process's environment, of Python, CUDA, LIBRARIES; "none", "not installed" if absent."""
     import torch  # here: the driver imports this file before it has time for torch
 
     return {"cuda": torch.version.cuda or "none"} | _library_versions()
@@ -105,7 +105,7 @@ def list_versions() -> dict[str, str]:
 
 @cache
 def _library_versions() -> dict[str, str]:
-    """Return library -> version of Python and LIBRARIES in this process, from package metadata without imports."""
+    """Return library -> version in a process's environment, Python and LIBRARIES, by metadata, without imports."""
     version_by_name = {"python": sys.version.split()[0]}
     for library in LIBRARIES:
         try:

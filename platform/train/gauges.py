@@ -262,8 +262,8 @@ _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}  # bac
 
 
 def read_flight_records() -> dict[str, dict[str, Any]]:
-    """Return torch's record of the last collectives by backend, without the backends that have none. Callable from any
-    thread."""
+    """Return, for a worker's dump, torch's record of its last collectives by backend, without the backends that have
+    none. Callable from any thread."""
     records = {}
     for backend, name in _DUMPS.items():
         if dump := getattr(_distributed_c10d, name, None):

@@ -42,12 +42,12 @@ class DoctorCheck:
     remedy: str
 
     def is_better(self, value: float, other: float) -> bool:
-        """Return True if a worker's measurement by this health check is better than another worker's, `other`."""
+        """Return True if a worker's measurement by this check of the doctor's is better than another's, `other`."""
         return value > other if self.more else value < other
 
     def find_fault(self, value: float, usual: float, device: str) -> str:
-        """Return why a worker's measurement by this health check is bad, in a phrase, "" if it is not. `usual`: the
-        median of the other workers' measurements; `device`: cpu | cuda."""
+        """Return why a worker's measurement by this check of the doctor's is bad, in a phrase, "" if it is not.
+        `usual`: the median of the other workers' measurements; `device`: cpu | cuda."""
         if device not in self.bounds:
             return ""
         bound = self.bounds[device]
@@ -63,7 +63,7 @@ class DoctorCheck:
         return f"{shown}, where its peers have {self.format_measurement(usual)}" if apart else ""
 
     def format_measurement(self, value: float) -> str:
-        """Format a measurement of this health check with its unit, for people."""
+        """Format a measurement by this check of the doctor's with its unit, for people."""
         return f"{format_number(value)}{self.unit}" if self.unit.endswith("/s") else f"{value:.3g} {self.unit}"
 
     def format_cell(self, value: float | None) -> str:
@@ -141,7 +141,7 @@ BY_NAME = {check.name: check for check in CHECKS}
 
 
 def merge_findings(first: Findings, again: Findings) -> Findings:
-    """Combine two examinations of one worker by the doctor into one: keep the better measurement of each check, as
+    """Combine two results of the doctor's checks on one worker into one: keep the better measurement of each check, as
     other load on a machine only makes it worse, but the worse one where one value alone is right; keep an error only if
     it came twice."""
     readings = dict(first.readings)
@@ -157,10 +157,10 @@ def merge_findings(first: Findings, again: Findings) -> Findings:
 def judge_workers(
     findings_by_number: Mapping[int, Findings], device: str
 ) -> tuple[dict[int, dict[str, str]], dict[str, str]]:
-    """Judge the workers that the doctor has examined, each beside the others. Return two results: the bad checks of
-    each worker, as number -> {check: why}, {} for a sound one; and the checks that are bad on more than half of them,
-    as check -> why, which point to a common cause and count against none. `findings_by_number`: measurements by
-    worker's number; `device`: cpu | cuda."""
+    """Judge workers by the doctor's checks, each beside the others. Return two results: the bad checks of each worker,
+    as number -> {check: why}, {} for a sound one; and the checks that are bad on more than half of them, as check ->
+    why, which point to a common cause and count against none. `findings_by_number`: measurements by worker's number;
+    `device`: cpu | cuda."""
     examined = findings_by_number.values()
     readings = {name: sorted(f.readings[name] for f in examined if name in f.readings) for name in BY_NAME}
     names = {name for f in examined for name in f.facts}
@@ -177,9 +177,9 @@ def judge_workers(
 def _find_faults(
     findings: Findings, readings: Mapping[str, list[float]], usual: Mapping[str, str], device: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield (check, why) for each error, bad measurement and unusual fact of one worker. `findings`: its findings;
-    `readings`: sorted measurements of all workers, its own included, by check; `usual`: the facts that more than half
-    of them share; `device`: cpu | cuda."""
+    """Yield (check, why) for each of the doctor's checks that one worker fails: each error, bad measurement and unusual
+    fact. `findings`: its findings; `readings`: sorted measurements of all workers, its own included, by check; `usual`:
+    the facts that more than half of them share; `device`: cpu | cuda."""
     yield from findings.errors.items()
     for name, x in findings.readings.items():
         if name in BY_NAME and (why := BY_NAME[name].find_fault(x, _median_of_others(x, readings[name]), device)):
@@ -190,7 +190,7 @@ def _find_faults(
 
 
 def _median_of_others(value: float, ordered: list[float]) -> float:
-    """Return the median of the other workers' measurements: `ordered` without one `value`; `value` if it is alone."""
+    """Return the median of other workers' measurements by a check: `ordered` without one `value`, or `value` alone."""
     others, position = len(ordered) - 1, bisect_left(ordered, value)
     if not others:
         return value
@@ -199,7 +199,7 @@ def _median_of_others(value: float, ordered: list[float]) -> float:
 
 
 def groups_by_check(nodes: Sequence[str], partners: int, gpus: bool) -> list[tuple[str, list[tuple[int, ...]]]]:
-    """Return the groups of ranks whose connections the doctor measures at once, as (check, groups) for every round."""
+    """Return the groups of ranks that a check of the doctor's measures at once, as (check, groups) for every round."""
     pairs: list[tuple[str, list[tuple[int, ...]]]] = [("link", [*each]) for each in pair_rounds(nodes, partners)]
     by_node = [tuple(rank for rank, its in enumerate(nodes) if its == node) for node in dict.fromkeys(nodes)]
     node_groups = [ranks for ranks in by_node if len(ranks) > 1]
@@ -207,7 +207,7 @@ def groups_by_check(nodes: Sequence[str], partners: int, gpus: bool) -> list[tup
 
 
 def pair_rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
-    """Return up to `most` rounds of pairs of ranks, for the doctor to measure the links between workers: in each round
+    """Return up to `most` rounds of pairs of ranks, for the doctor's check of the links between workers: in each round
     a rank is in one pair at most, and no pair comes twice. `nodes`: each rank's node. The n-th workers of all nodes are
     partners of each other; workers without such a partner, as on a single node, are partners of each other. So a rank
     has several partners, and a slow one does not make all of them look slow.
@@ -228,8 +228,8 @@ def pair_rounds(nodes: Sequence[str], most: int) -> list[list[tuple[int, int]]]:
 
 
 def _pair_all(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the rounds of pairs in which each of `ranks` meets every other once, to measure the link between them (the
-    circle method); of an odd number of ranks, one has no partner in each round."""
+    """Return the rounds of pairs in which each of `ranks` meets every other once, for the doctor's check of the link
+    between them (the circle method); of an odd number of ranks, one has no partner in each round."""
     circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     pairings = []
     for _ in range(len(circle) - 1):

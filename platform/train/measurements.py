@@ -203,7 +203,7 @@ def _time_collective(
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Wait until the worker's GPU has finished all launched work, so that it can be timed; return at once on a CPU."""
+    """Wait until the worker's GPU has done all launched work, so that a measurement can time it; not on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -184,7 +184,7 @@ class RankTimeline:
     collectives: list[CollectiveSpan] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Return True if a rank's timeline of a training step has records: all lie in clock sections."""
+        """Return True if a worker's reply has a timeline of its step, with records: all lie in clock sections."""
         return bool(self.sections)
 
 
@@ -399,12 +399,12 @@ class Stand:
 
 
 def dump_file_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's stand in the folder of a dump."""
+    """Return the path of a worker's file in the folder of a dump, with its rank's stand."""
     return folder / f"rank-{rank}.json"
 
 
 def prepare_dump_folder(run_dir: Path, call: str) -> Path:
-    """Return the folder of the next dump of a run's workers, named by time and `call`; delete the oldest ones."""
+    """Return the folder of the workers' next dump in a run directory, named by time and `call`; delete the oldest."""
     dumps = sorted(path for path in (run_dir / DUMP).glob("*-*") if path.is_dir() and not path.is_symlink())
     for old in dumps[: max(0, len(dumps) - KEPT + 1)]:
         shutil.rmtree(old, ignore_errors=True)
@@ -431,7 +431,7 @@ def write_dump_summary(folder: Path, names: Mapping[int, str]) -> int:
 
 
 def _format_dump_row(stand: Stand) -> tuple[str, str, str, str]:
-    """Return the cells of a worker's stand: its seconds, its place, its wait, and its launches."""
+    """Return the cells of a worker's stand in a dump: its seconds, its place, its wait, and its launches."""
     sections = " > ".join([stand.call, *stand.sections])
     wait = stand.wait
     waits = f"{wait_text(wait)}, number {wait.number}" if wait else "other ranks" if stand.waiting else ""
@@ -470,12 +470,12 @@ class PartName(NamedTuple):
     rank: int
 
     def file_path(self, run_dir: Path) -> Path:
-        """Return the path of this part of a profile in a run directory."""
+        """Return the path of the worker's file in a run directory with this part of a profile."""
         return run_dir / PROFILE / PARTS / f"step-{self.step}.generation-{self.generation}.rank-{self.rank}.json.gz"
 
     @classmethod
     def parse(cls, path: Path) -> PartName | None:
-        """Return the name of the part of a profile in a file, None if the file is not called like one."""
+        """Return the name of the part of a profile in a worker's file, None if the file is not called like one."""
         try:
             words_by_name = dict(word.split("-", 1) for word in path.name.removesuffix(".json.gz").split("."))
             name = cls(int(words_by_name["step"]), int(words_by_name["generation"]), int(words_by_name["rank"]))
@@ -513,7 +513,7 @@ def build_part(trace: Mapping[str, Any], left: int, timeline: RankTimeline) -> t
 
 
 def select_longest(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[list[Event], int]:
-    """Return the `most` longest events of a trace, all ranges of the plan first, and the number of the others."""
+    """Return the `most` longest events of a worker's profile, ranges of the plan first, and the number of others."""
     cut = len(events) - most
     if cut <= 0:
         return list(events), 0
@@ -523,8 +523,9 @@ def select_longest(events: Sequence[Event], most: int = MOST_EVENTS) -> tuple[li
 
 
 def nest_events(events: Iterable[Event], threads: dict[str, str]) -> Iterator[Event]:
-    """Yield a trace's events, ordered by their beginning, such that all events of a thread lie inside or beside each
-    other, as viewers need it: one that crosses another moves to a further row of its thread, which `threads` gets."""
+    """Yield the events of a worker's part of a profile, ordered by their beginning, such that all events of a thread
+    lie inside or beside each other, as viewers need it: one that crosses another moves to a further row of its thread,
+    which `threads` gets."""
     rows: dict[int, list[list[int]]] = {}  # thread -> per row the ends of the open events, the innermost last
     for event in events:
         if event["ph"] == "X":
@@ -554,14 +555,14 @@ def _belongs_in_profile(event: Event) -> bool:
 
 
 def _thread_number(event: Event, numbers: dict[Any, int]) -> int:
-    """Return the number of an exported event's thread, or stream, in a part; `numbers`: threads' numbers so far."""
+    """Return the number of a thread, or stream, in a worker's part of a profile; `numbers`: threads' numbers so far."""
     if _is_on_device(event):
         return FIRST_STREAM + int(event["tid"])
     return numbers.setdefault(event["tid"], FIRST_THREAD + len(numbers))
 
 
 def _thread_name(event: Event, numbers: Mapping[Any, int]) -> str:
-    """Return the name of an exported event's thread or stream."""
+    """Return the name of a thread or stream in a worker's part of a profile, by an exported event."""
     if _is_on_device(event):
         return f"stream {event['tid']}"
     number = numbers[event["tid"]] - FIRST_THREAD
@@ -575,7 +576,7 @@ def _is_on_device(event: Event) -> bool:
 
 
 def _convert_event(event: Event, base: int, thread: int) -> Event:
-    """Return an exported event, as a part has it. `base`: nanoseconds from the step's barrier to the export's 0."""
+    """Return an event as a worker's profile has it. `base`: nanoseconds from the step's barrier to the export's 0."""
     start = base + round(event["ts"] * 1e3)
     converted = {"ph": event["ph"], "tid": thread, "ts": start, "name": event["name"], "cat": event["cat"]}
     if event["ph"] != "X":
@@ -585,7 +586,8 @@ def _convert_event(event: Event, base: int, thread: int) -> Event:
 
 
 def write_part(path: Path, head: PartHead, events: Iterable[Event]) -> int:
-    """Write a rank's part of a profile, without secrets, in one step; return the bytes of the file. Raises OSError."""
+    """Write a worker's part of a profile, without secrets, in one step; return the bytes of the file. Raises
+    OSError."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=4, mtime=0) as file:
@@ -597,7 +599,7 @@ def write_part(path: Path, head: PartHead, events: Iterable[Event]) -> int:
 
 @contextmanager
 def open_part(path: Path) -> Iterator[tuple[PartHead, Iterator[Event]]]:
-    """Open a part of a profile: its head and its events. Raises Malformed, OSError."""
+    """Open a worker's file of a part of a profile: its head and its events. Raises Malformed, OSError."""
     with open_regular_file(path) as raw, gzip.open(raw) as file:
         lines = (_parse_line(line) for line in file)
         head = next(lines, None)
@@ -607,7 +609,7 @@ def open_part(path: Path) -> Iterator[tuple[PartHead, Iterator[Event]]]:
 
 
 def _parse_line(line: bytes) -> Event:
-    """Return the JSON object in a line of a part of a profile. Raises Malformed."""
+    """Return the JSON object in a line of a worker's file of a part of a profile. Raises Malformed."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -93,7 +93,7 @@ def compute_loss_divisor(plan: Plan, corpus: Corpus, first: int, end: int) -> fl
 
 
 def _refuse_missing_labels(corpus: Corpus, first: int, end: int) -> NoReturn:
-    """Raise ConfigError for a global batch, samples [first, end), without a label that counts: a step needs one."""
+    """Raise ConfigError for a rank's step on samples [first, end), none of whose labels counts: it needs one."""
     where = f"training samples {first} to {end - 1}, of which the first is {corpus.describe_sample('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
 

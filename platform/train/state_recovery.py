@@ -80,7 +80,7 @@ class MemorySource:
     seats: list[int] = field(default_factory=list)
 
     def members_of_ranks(self, ranks: Iterable[int]) -> list[int]:
-        """Return the crew members that had these `ranks` in the earlier generation, whose snapshots are recovered."""
+        """Return the workers that had these `ranks` in the earlier generation, to recover from their memory."""
         return [self.formed.seats[rank] for rank in ranks]
 
     @property
@@ -90,8 +90,8 @@ class MemorySource:
         return {old: new[member] for old, member in zip(self.kept, self.members_of_ranks(self.kept), strict=True)}
 
     def list_surviving_chains(self, held: MemoryMap) -> list[BlockChain]:
-        """Return the chains of blocks of the training state that survived a failure in workers' memory, each with the
-        ranks of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
+        """Return the chains of blocks of the training state that surviving workers have in memory, each with the ranks
+        of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
         chains, copies, readers = held.chains, held.copies, held.map_readers(self.new_rank_by_old, self.distrusted)
         if self.gathered:
             chains, copies = self.plan_handovers(held)
@@ -99,9 +99,9 @@ class MemorySource:
         return recovery.find_surviving_chains(chains, copies, readers)
 
     def plan_handovers(self, held: MemoryMap) -> tuple[list[BlockChain], list[Copy]]:
-        """Return how survivors of a failure pass parts of the state on before the mesh re-forms: the chains of blocks
-        that they can read, by their index among the `gathered` ranks; and the copies that survivors without a new rank
-        send to others."""
+        """Return how workers that survived a failure pass parts of their training state on before the mesh re-forms:
+        the chains of blocks that they can read, by their index among the `gathered` ranks; and the copies that
+        survivors without a new rank send to others."""
         readers = held.map_readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
         survived, seated = recovery.find_surviving_chains(held.chains, held.copies, readers), set(self.kept)
         return survived, recovery.assign_handovers(survived, [old in seated for old in self.gathered])
@@ -142,9 +142,9 @@ def find_source(
 
 
 def take_seats(source: MemorySource, seats: Sequence[int]) -> MemorySource | None:
-    """Return `source` (training state in survivors' memory) with its readers settled, now that the new mesh has its
-    members: `seats`, the member at each rank. None if no survivor is among them. If a survivor without a rank holds a
-    part that no other has, all survivors are `gathered` first."""
+    """Return `source` (training state in surviving workers' memory) with its readers settled, now that the new mesh has
+    its members: `seats`, the member at each rank. None if no survivor is among them. If a survivor without a rank holds
+    a part that no other has, all survivors are `gathered` first."""
     seated = set(seats)
     kept_ranks = [rank for rank in source.survivors if source.formed.seats[rank] in seated]
     if set(source.kept) <= set(kept_ranks):
@@ -287,8 +287,8 @@ def _find_changed_tensors(state: RankTrainingState, before: Snapshot | None, nam
 
 
 def _is_unchanged(block: Block, held: HeldTensor, before: Snapshot) -> bool:
-    """Return True if this rank's live block of a training-state tensor equals its copy in the snapshot `before`, byte
-    by byte; padding beyond the tensor's global shape does not count."""
+    """Return True if a worker's live weight or optimizer moment, its block, equals its copy in the snapshot `before`,
+    byte by byte; padding beyond the tensor's global shape does not count."""
     real = block.box.intersect_box(Box.whole_tensor(held.shape))
     if real is None:
         return True

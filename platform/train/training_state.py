@@ -65,13 +65,13 @@ def _is_kept_moment(plan: Plan, moment: str, name: str) -> bool:
 
 
 def matrix_side_length(plan: Plan, side: str, name: str) -> int:
-    """Return the number of rows or columns (`side`) of weight matrices: Adafactor keeps one number for each."""
+    """Return how many numbers of Adafactor's training state weight matrices have: their rows or columns (`side`)."""
     p = next(p for p in plan.parameters if p.name == name)
     return matrix_sides(plan, p)[SIDES.index(side)]
 
 
 def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
-    """Return Adafactor's row or column statistics (`side`) of a weight `h` as a tensor whole on all ranks of `h`."""
+    """Return Adafactor's training state of a weight `h`, by rows or columns (`side`), whole on all ranks of `h`."""
     name = h.name.removeprefix("model.")
     whole_box = Box.whole_tensor((matrix_side_length(plan, side, name),))
     ranks = tuple(sorted({rank for holders in h.holders.values() for rank in holders}))
@@ -237,8 +237,8 @@ class RankTrainingState:
 
 
 def attempt_fill(fill: Callable[[], None]) -> Unrestored | None:
-    """Fill the training state from storage by calling `fill`; return None, or why that failed: data that is corrupt,
-    refused or cannot be read. The state is then undefined."""
+    """Fill a worker's training state from storage by calling `fill`; return None, or why that failed: data that is
+    corrupt, refused or cannot be read. The state is then undefined."""
     try:
         fill()
     except (Refused, OSError) as error:
@@ -248,7 +248,7 @@ def attempt_fill(fill: Callable[[], None]) -> Unrestored | None:
 
 
 def _refuse_read(part: Share, memory: Tensor) -> None:
-    """Raise AssertionError, as the snapshot reader of a rank that has no snapshot and must not be asked."""
+    """Raise AssertionError in place of reading a worker's snapshot of training state: it has none and is not asked."""
     raise AssertionError(f"{part.tensor.name} {part.box} is asked of a rank that was not there")
 
 
