@@ -56,7 +56,7 @@ def _read_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
 
 
 def _yarn_magnitude(factor: float, weight: float) -> float:
-    """Return the factor on queries, or on scores, by which YaRN answers angles scaled by `factor` (its mscale)."""
+    """Return the factor on queries or scores by which a config.json's YaRN answers angles times `factor` (mscale)."""
     return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -95,8 +95,8 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
 
 
 def _set_or_refuse_source_tokenizer(config: Config, source: str) -> list[str]:
-    """Set data.tokenizer in place to the one beside the saved model at `source`; return a refusal line if none is, and
-    one is needed: data=tokens needs none, and with data.foreign_tokenizer any does."""
+    """Set data.tokenizer in place to the one that transformers saved beside the model at `source`; return a refusal
+    line if none is, and one is needed: data=tokens needs none, and with data.foreign_tokenizer any does."""
     folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
     if not has_tokenizer(folder):
         if config.data.kind == "tokens" or config.data.foreign_tokenizer:
@@ -172,8 +172,9 @@ def import_model(import_source: Importable, storage: Storage, carried: CarriedFi
 
 
 def swap_in_averages(manifest: Manifest) -> Manifest:
-    """Return the manifest of a checkpoint with averaged weights (train.ema) in place of the trained ones; frozen
-    weights, which have none, are as they are. Raises Refused if the checkpoint holds no averages."""
+    """Return the manifest of a checkpoint to import weights from, with the averaged ones (train.ema) in place of the
+    trained ones; frozen weights, which have none, are as they are. Raises Refused if the checkpoint holds no
+    averages."""
     averages = {n.partition(".")[2]: t for n, t in manifest.tensors.items() if n.startswith(f"{AVERAGE}.")}
     if not averages:
         raise Refused("holds no averaged weights: its run had train.ema=0")
@@ -255,7 +256,7 @@ def _open_checkpoint_weights(url: str, model: Model, averaged: bool) -> InitialW
 
 
 def _list_some_names(names: Sequence[str]) -> str:
-    """Return the first weights of a list, which may be of thousands, and how many more there are."""
+    """Return the first names of imported weights, of which there may be thousands, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
@@ -272,9 +273,9 @@ def _limit_vocabulary(model: Model, source_model: Model) -> Model:
 
 
 def _extend_vocabulary(weights: InitialWeights, model: Model, source_model: Model) -> InitialWeights:
-    """Extend the initial weights, of the model `source_model`, to weights of `model`, whose vocabulary may be larger:
-    each new token's row is the mean of the rows of its table, summed in the order of the files, so that it is the same
-    under every plan."""
+    """Extend imported weights, of the saved model `source_model`, to weights of `model`, whose vocabulary may be
+    larger: each new token's row is the mean of the rows of its table, summed in the order of the files, so that it is
+    the same under every plan."""
     if model.vocab <= source_model.vocab:
         return weights
     old: dict[str, list[Piece[Any]]] = defaultdict(list)
@@ -299,7 +300,7 @@ def _extend_vocabulary(weights: InitialWeights, model: Model, source_model: Mode
         return total / source_model.vocab
 
     def fetch_or_fill(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
-        """Read wanted pieces of the initial weights; fill the rows of new tokens with the mean row of their table."""
+        """Read wanted pieces of imported weights; fill the rows of new tokens with the mean row of their table."""
         pairs = [*zip(wanted, into, strict=True)]
         existing_pairs = [pair for pair in pairs if not isinstance(pair[0].source, _AddedRows)]
         weights.fetch([piece for piece, _ in existing_pairs], [memory for _, memory in existing_pairs])

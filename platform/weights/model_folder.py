@@ -283,7 +283,7 @@ def read_export_files(source: str, storage: Storage, directory: str, manifest: M
 
 
 def build_vocabulary_if_readable(files: Mapping[str, bytes]) -> Vocabulary | None:
-    """Return the vocabulary of the tokenizer in the `files` beside a model's weights; None if none is readable."""
+    """Return the vocabulary of the tokenizer among the `files` of a saved model; None if none is readable."""
     try:
         return build_vocabulary(files) if JSON in files else None
     except Malformed:
@@ -314,9 +314,9 @@ def find_companion_files(url: str) -> tuple[str, dict[str, bytes]]:
 
 
 def check_tokenizer(data: Data, vocabulary: Vocabulary | None, place: str, files: Mapping[str, bytes]) -> None:
-    """Raise ConfigError if the tokenizer of the data, None if the data has none, differs from that beside a model's
-    weights, among the `files` at `place`: the model would read other tokens than it knows. data.foreign_tokenizer=true
-    allows it."""
+    """Raise ConfigError if the tokenizer of the data, None if the data has none, differs from the one of a saved model,
+    among the `files` beside its weights at `place`: the model would read other tokens than it knows.
+    data.foreign_tokenizer=true allows it."""
     if vocabulary is None or JSON not in files or data.foreign_tokenizer or vocabulary.files.get(JSON) == files[JSON]:
         return
     try:
@@ -332,7 +332,7 @@ def check_tokenizer(data: Data, vocabulary: Vocabulary | None, place: str, files
 
 
 def _count_differing_ids(known: ConfinedTokenizer, data_tokenizer: Tokenizer | ConfinedTokenizer) -> tuple[int, int]:
-    """Compare a model's tokenizer (`known`) with the data's: (tokens that differ, tokens), without special ones."""
+    """Compare a saved model's tokenizer (`known`) with the data's: (tokens that differ, tokens), no special ones."""
     special = known.get_added_tokens_decoder()
     tokens = {token: i for token, i in known.get_vocab().items() if i not in special}
     data_ids = data_tokenizer.get_vocab()

@@ -243,7 +243,7 @@ def _violations_of_model(m: Model) -> list[str]:
 
 
 def parse_stored_model(identity: Mapping[str, Any]) -> Model:
-    """Return the model whose tensors a checkpoint has, from its untrusted identity. Raises ConfigError."""
+    """Return the model that a checkpoint's weights are of, by its untrusted identity. Raises ConfigError."""
     stored_keys = identity.get("model")
     if not isinstance(stored_keys, dict):
         raise ConfigError("the checkpoint says nothing of its model: it is no checkpoint of a run")
