@@ -189,12 +189,12 @@ def _complete_config(config: Config, arguments: Sequence[str], say: Say) -> list
     if config.resume.allow and not config.run.dir and not config.checkpoint.url and config.checkpoint.resume in RESUME:
         constraint = "needs the run to go on from; its default directory has other values in its name"
         lines.append(format_violation("resume.allow", ",".join(config.resume.allow), constraint, ["run.dir=DIRECTORY"]))
-    _keep_document_mask(config, typed, name)
+    _keep_documents_unmasked(config, typed, name)
     config.run.dir = config.run.dir or os.path.abspath(find_default_directory(config, name))
     return lines
 
 
-def _keep_document_mask(config: Config, typed: Mapping[str, Any], name: str) -> None:
+def _keep_documents_unmasked(config: Config, typed: Mapping[str, Any], name: str) -> None:
     """Let a run over instructions that began with documents that see each other, as was the default, go on so, in
     place, and say so in a line, unless `typed` arguments decide. `name`: the experiment's."""
     if config.data.kind != "instructions" or not config.data.document_mask or "data.document_mask" in typed:

@@ -1,7 +1,7 @@
 """The state of a job as named global tensors, and which ranks hold which block of them.
 
-A `Box` is a block as index ranges; `find_tiling_faults` checks that a set of them tiles a tensor. A `BlockChain` is the
-blocks that the same ranks hold, laid end to end, so that a part of them is two positions.
+A `Box` is a block as index ranges; `find_tiling_faults` checks that a set of them tiles a tensor. A `JoinedBlocks` is
+the blocks that the same ranks hold, laid end to end, so that a part of them is two positions.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class Share(NamedTuple):
 LARGEST_ROW = 64 << 10  # bytes: blocks are cut at the start of rows no larger than this
 
 
-class BlockChain:
+class JoinedBlocks:
     """Blocks of global tensors that the same ranks (`holders`) hold, laid end to end. A position is an offset in their
     bytes; a part is [first, last) of it, so that who has which part takes two numbers, and not a list of blocks.
 
@@ -383,14 +383,14 @@ class BlockChain:
         return cut
 
 
-def join_chains(state: Iterable[HeldTensor], rank: int | None = None) -> list[BlockChain]:
+def join_chains(state: Iterable[HeldTensor], rank: int | None = None) -> list[JoinedBlocks]:
     """Join the tensor blocks of the training state that the same ranks hold, end to end; only `rank`'s, if given."""
     blocks_by_holders: dict[tuple[int, ...], list[Share]] = defaultdict(list)
     for tensor in state:
         for box, ranks in tensor.holders.items():
             if rank is None or rank in ranks:
                 blocks_by_holders[ranks].append(Share(tensor, box))
-    return [BlockChain(ranks, blocks) for ranks, blocks in blocks_by_holders.items()]
+    return [JoinedBlocks(ranks, blocks) for ranks, blocks in blocks_by_holders.items()]
 
 
 def list_written_parts(state: Iterable[HeldTensor], rank: int) -> list[Share]:

@@ -9,7 +9,7 @@ from math import prod
 from torch import Tensor
 
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
-from platform.checkpoint.blocks import Block, BlockChain, Piece, Share, State
+from platform.checkpoint.blocks import Block, JoinedBlocks, Piece, Share, State
 from platform.checkpoint.moves import ALONE, World, clear_padding, exchange_pieces
 from platform.checkpoint.snapshots import Copy, MemoryMap, assign_copies
 
@@ -18,8 +18,8 @@ Read = Callable[[Share, Tensor], None]
 
 
 def find_surviving_chains(
-    chains: Sequence[BlockChain], kept_copies: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]
-) -> list[BlockChain]:
+    chains: Sequence[JoinedBlocks], kept_copies: Sequence[Copy], readers: Mapping[int, tuple[int, ...]]
+) -> list[JoinedBlocks]:
     """Return the training state left in memory after a failure, as chains of tensor blocks with the ranks that can read
     them; a chain that no rank can read is replaced by the copies of its parts.
 
@@ -37,10 +37,10 @@ def find_surviving_chains(
         for copy in copies_by_chain[id(chain)]:
             if copy_readers := readers.get(copy.receiver, ()):
                 blocks_by_readers[copy_readers] += copy.tensor_parts
-    return [BlockChain(ranks, blocks) for ranks, blocks in blocks_by_readers.items()]
+    return [JoinedBlocks(ranks, blocks) for ranks, blocks in blocks_by_readers.items()]
 
 
-def list_lost_tensors(state: State, survived: Sequence[BlockChain]) -> list[str]:
+def list_lost_tensors(state: State, survived: Sequence[JoinedBlocks]) -> list[str]:
     """Return the names of the training `state`'s tensors that are not whole in the memory that survived a failure."""
     surviving_elements: dict[str, int] = defaultdict(int)
     for chain in survived:
@@ -73,13 +73,13 @@ def is_recoverable(keepers: Keepers, alive: Set[object]) -> bool:
     return all(not alive.isdisjoint(places) or (having and having <= alive) for places, having in keepers.items())
 
 
-def assign_handovers(survived: Sequence[BlockChain], stays: Sequence[bool]) -> list[Copy]:
+def assign_handovers(survived: Sequence[JoinedBlocks], stays: Sequence[bool]) -> list[Copy]:
     """Assign state in memory that only leaving ranks can read to staying ones (`stays`), as copies to be sent."""
     return assign_copies([chain for chain in survived if not any(stays[rank] for rank in chain.holders)], stays)
 
 
 def recover_state(
-    survived: Sequence[BlockChain], read: Read, state: State, blocks: Sequence[Block], world: World
+    survived: Sequence[JoinedBlocks], read: Read, state: State, blocks: Sequence[Block], world: World
 ) -> None:
     """Fill this rank's `blocks` from the training state that survivors of a failure can read in memory; all ranks call
     it together. Padding, beyond the global tensor, becomes zero.
@@ -105,7 +105,7 @@ def recover_state(
     exchange_pieces(turns, fetch_parts, state, blocks, world)
 
 
-def _iterate_own_pieces(chains: Sequence[BlockChain], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
+def _iterate_own_pieces(chains: Sequence[JoinedBlocks], blocks: Sequence[Block]) -> Iterator[Piece[Share]]:
     """Yield the parts of this rank's `blocks` of training state that lie in `chains`, surviving memory that it can
     read."""
     blocks_by_name: dict[str, list[Block]] = defaultdict(list)
@@ -119,12 +119,12 @@ def _iterate_own_pieces(chains: Sequence[BlockChain], blocks: Sequence[Block]) -
 
 
 def _iterate_send_rounds(
-    survived: Sequence[BlockChain], names: Collection[str], world: World, count: int
+    survived: Sequence[JoinedBlocks], names: Collection[str], world: World, count: int
 ) -> Iterator[list[list[Piece[Share]]]]:
     """Yield `count` turns of a recovery from memory: the pieces that every rank sends to others in each, about an equal
     part of all that it has to. Pieces of other ranks than this one are left out if they belong to none of the tensors
     `names`."""
-    ranges_by_sender: list[list[tuple[BlockChain, int, int]]] = [[] for _ in range(world.size)]
+    ranges_by_sender: list[list[tuple[JoinedBlocks, int, int]]] = [[] for _ in range(world.size)]
     holders_by_chain = {id(chain): frozenset(chain.holders) for chain in survived}
     needed = {id(chain): any(tensor.name in names for tensor, _ in chain.blocks) for chain in survived}
     for chain in survived:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.checkpoint.blocks import Block, BlockChain, Box, Share, State, join_chains
+from platform.checkpoint.blocks import Block, Box, JoinedBlocks, Share, State, join_chains
 from platform.checkpoint.buffer import HostBuffer, Messages
 from platform.runtime.pinned_memory import lock_pages
 from platform.runtime.progress import PROGRESS
@@ -32,7 +32,7 @@ Parts = Sequence[Share]  # blocks of the training state, or parts of them
 class Copy(NamedTuple):
     """Part [first, last) of a chain that `sender` holds and of which `receiver` keeps a copy in its host memory."""
 
-    chain: BlockChain
+    chain: JoinedBlocks
     first: int
     last: int
     sender: int
@@ -49,7 +49,7 @@ class Copy(NamedTuple):
         return self.chain.shares_of_byte_range(self.first, self.last)
 
 
-def assign_copies(chains: Sequence[BlockChain], domains: Sequence[Hashable]) -> list[Copy]:
+def assign_copies(chains: Sequence[JoinedBlocks], domains: Sequence[Hashable]) -> list[Copy]:
     """Assign one in-memory copy, at a rank of another failure domain, of all training state that only ranks of one
     domain hold, so that the state survives the loss of any one domain. `domains`: the domain of every rank.
 

@@ -150,7 +150,7 @@ _RESOLVER = re.compile(r"\$\{\s*([\w.]+)\s*:")
 _read: dict[str, str] = {}  # value -> the reference that read it
 
 
-def watch_environment() -> None:
+def remember_environment_secrets() -> None:
     """Replace OmegaConf's resolver of `${oc.env:NAME}` in configurations with one that remembers the values it reads,
     so that `resolve_references` can register them as secrets."""
     from omegaconf import OmegaConf
@@ -237,7 +237,7 @@ def open_composer(config_dir: str | None, stored: Mapping[str, Any] | None = Non
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:
         store.store(name="schema", node=Config)
-    watch_environment()
+    remember_environment_secrets()
     scheme = register_own_files()
     own_path = quote_value(f"{scheme}://{os.path.abspath(config_dir)}") if config_dir else ""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):

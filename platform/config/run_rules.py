@@ -240,7 +240,7 @@ def violations_of_environment(config: Config) -> list[str]:
     lines = list(_violations_of_variables(config))
     checkpoint, folders = config.checkpoint, {"run.dir": config.run.dir, "data.cache": config.data.cache}
     for key, path in {**folders, "checkpoint.url": checkpoint.url}.items():
-        if path and "://" not in path and (reason := _find_path_fault(path)):
+        if path and "://" not in path and (reason := _find_directory_fault(path)):
             lines.append(format_violation(key, path, reason, ["a directory that you can write to"]))
     for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
         if url not in ("", *RESUME) and (reason := find_protocol_fault(url, key == "checkpoint.url")):
@@ -268,7 +268,7 @@ def _violations_of_variables(config: Config) -> Iterator[str]:
             yield format_violation(name, os.environ.get(name, ""), f"(environment) {words}", legal)
 
 
-def _find_path_fault(path: str) -> str:
+def _find_directory_fault(path: str) -> str:
     """Return why `path`, configured for a run directory, cache or checkpoints, is no writable directory and cannot
     become one; "" if it is or can."""
     path = os.path.abspath(path)

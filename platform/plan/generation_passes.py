@@ -66,7 +66,7 @@ def generation_scheme(scheme: Scheme, shares_sequences: bool = False, split: boo
     return replace(scheme, regions=regions, zigzag="", rounds=1)
 
 
-def batch_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
+def generation_batch_unit(scheme: Scheme, mesh: Mesh, shared: bool = False) -> int:
     """Return the number that divides a generation pass's sequences, so that axes divide each replica's."""
     regions = generation_scheme(scheme, shared).regions.values()
     inner = ([a for a in layout["batch"] if a not in REPLICAS] for layout in regions)
@@ -86,13 +86,13 @@ def pad_cache_length(plan: Plan, tokens: int, shared: bool = False) -> int:
 
 def batch_rows(plan: Plan) -> int:
     """Return how many texts a generation pass takes, as many as a training pass has sequences."""
-    return pad_to_multiple(plan.sizes["batch"], batch_unit(plan.scheme, plan.mesh))
+    return pad_to_multiple(plan.sizes["batch"], generation_batch_unit(plan.scheme, plan.mesh))
 
 
 def ranks_per_text(plan: Plan, texts: int, tokens: int) -> int:
     """Return how many ranks share each of so many `texts` of up to so many `tokens` in passes of generation."""
     # a short text, and one of as many as there are ranks, is a single rank's
-    is_shared = texts < batch_unit(plan.scheme, plan.mesh) and tokens > PIECE
+    is_shared = texts < generation_batch_unit(plan.scheme, plan.mesh) and tokens > PIECE
     shared_axes = [axis for axis, _ in plan.scheme.context] if is_shared and _can_share_texts(plan) else []
     return plan.mesh.count_ranks(shared_axes)
 
@@ -197,11 +197,11 @@ def generation_groups(plan: Plan, model: RecordableModel) -> set[tuple[str, ...]
     mesh order, each axis that splits the logits' vocabulary, and all axes together, to broadcast the chosen tokens."""
     mesh = plan.mesh
     group_axes: set[tuple[str, ...]] = {(axis,) for axis in plan.scheme.regions["logits"].axes}
-    shape = PassShape(1, batch_unit(plan.scheme, mesh), cache_unit(plan.scheme, mesh), reads=True)
+    shape = PassShape(1, generation_batch_unit(plan.scheme, mesh), cache_unit(plan.scheme, mesh), reads=True)
     shapes = [shape]
     if _can_share_texts(plan):
         group_axes |= {(axis,) for axis, _ in plan.scheme.context}
-        rows, unit = (f(plan.scheme, mesh, True) for f in (batch_unit, cache_unit))
+        rows, unit = (f(plan.scheme, mesh, True) for f in (generation_batch_unit, cache_unit))
         shapes += [PassShape(tokens, rows, unit, shared=True) for tokens in (1, unit)]
     for planned in (_plan_all_stages(plan, model, shape) for shape in shapes):
         operations = [o for part in (planned.body, planned.head) for o in part.operations.values()]

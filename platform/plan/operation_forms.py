@@ -67,7 +67,7 @@ class Spread(NamedTuple):
         """Return the mesh axes that split some dim of the tensor."""
         return {a for axes in self.split.values() for a in axes}
 
-    def kind_along_axis(self, axis: str) -> str:
+    def state_along_axis(self, axis: str) -> str:
         """Return what the tensor is along a mesh axis: split, partial, at index 0 alone, or whole."""
         if axis in self.partial:
             return PARTIAL
@@ -77,7 +77,7 @@ class Spread(NamedTuple):
 
     def describe_axis(self, axis: str) -> str:
         """Return in words what the tensor is along a mesh axis, with the dim that the axis splits."""
-        return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.kind_along_axis(axis))
+        return next((f"split along {d}" for d, axes in self.split.items() if axis in axes), self.state_along_axis(axis))
 
     def longest_extent(self, dim: str, sizes: Sizes, extents: Mapping[str, int]) -> int:
         """Return the extent of the longest block of `dim`, of global `sizes`, where mesh axes have these `extents`."""
@@ -122,7 +122,7 @@ def apply_step(spread: Spread, step: RelayoutStep) -> Spread:
     if max(step.dim, step.joined) >= max(1, len(dims)):
         raise Unsound(f"{move} is of dim {max(step.dim, step.joined)}, of {len(dims)}")
     for axis in axes:
-        if spread.kind_along_axis(axis) != before:
+        if spread.state_along_axis(axis) != before:
             raise Unsound(f"{step.op} takes what is {before}, and it is {spread.describe_axis(axis)} over {axis}")
     if before == SPLIT:
         dim = dims[step.joined if step.op in ("all_to_all", "all_to_allv") else step.dim]

@@ -291,7 +291,7 @@ def _operation_space(spreads: Sequence[tuple[Spread, str]]) -> tuple[Space, froz
                 raise Unsound(f"{name} has {dim} split over {join_axis_names(axes)}, {one} over {first_axes}")
     for axis, times in Counter(a for axes in space.values() for a in axes).items():
         if times > 1 or axis in only:
-            names = [f"{n}, which is {s.describe_axis(axis)}" for s, n in spreads if s.kind_along_axis(axis) != WHOLE]
+            names = [f"{n}, which is {s.describe_axis(axis)}" for s, n in spreads if s.state_along_axis(axis) != WHOLE]
             raise Unsound(f"reads {' beside '.join(names)} over {axis}")
     return space, only
 
@@ -432,7 +432,7 @@ def _violations_of_chunk_flows(plan: Plan) -> Iterator[str]:
     for spec, axes in dict.fromkeys(shared):
         spread = Spread.build_from_layout(spec.dims, plan.layout(spec))
         for axis in axes:
-            if spread.kind_along_axis(axis) != WHOLE:
+            if spread.state_along_axis(axis) != WHOLE:
                 state = spread.describe_axis(axis)
                 yield f"{spec}: each rank along {axis} has a part of it for all, and it is {state} there"
     for p in plan.parameters if plan.matrices else ():

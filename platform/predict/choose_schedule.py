@@ -2,8 +2,8 @@
 attention and the pieces of a context's sequences, and the process groups in which a run answers.
 
 `violations_of_kernel` refuses a kernel that cannot compute every attention of a plan. `find_dealing_rounds` counts the
-pieces of each sequence that each rank of a context gets. `text_request_keys` are the keys by which a run asks its model
-for text.
+pieces of each sequence that each rank of a context gets. `list_text_requests` are the keys by which a run asks its
+model for text.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _violations_of_file_sizes(config: Config, schedule: Schedule, microbatches: 
         yield format_violation("train.global_batch", config.train.global_batch, reason, [schedule.microbatches * unit])
 
 
-def text_request_keys(config: Config) -> dict[str, tuple[Any, Any]]:
+def list_text_requests(config: Config) -> dict[str, tuple[Any, Any]]:
     """Map each key by which a configuration asks its planned model for text to (first request, value for none)."""
     requests: dict[str, tuple[Any, Any]] = {"monitor.sample": (tokens, 0)} if (tokens := config.monitor.sample) else {}
     lists = {"eval.prompts": config.eval.prompts, "eval.tasks": config.eval.tasks}
@@ -199,7 +199,7 @@ def build_generation_model(config: Config, source: int = 0) -> Any:
 def list_process_groups(config: Config, plan: Plan) -> list[tuple[str, ...]]:
     """Return the mesh axes of the groups that a configuration asks of its plan: of steps and, if any, of texts."""
     groups = {*process_groups(plan)}
-    if text_request_keys(config):
+    if list_text_requests(config):
         groups |= generation_groups(plan, build_generation_model(config))
     return sorted(groups, key=lambda axes: (len(axes), axes))
 
@@ -207,7 +207,7 @@ def list_process_groups(config: Config, plan: Plan) -> list[tuple[str, ...]]:
 def violations_of_text_requests(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line for each configuration key that asks text of a model that generates none: a model that reads
     in both directions, or a user's model whose generation cannot be planned."""
-    asked = text_request_keys(config)
+    asked = list_text_requests(config)
     try:
         if asked:
             generation_groups(plan, build_generation_model(config))

@@ -44,7 +44,14 @@ from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
-from platform.predict.work import EVEN, StepWork, System, count_step_flops, find_redone_words, split_redone_words
+from platform.predict.work import (
+    EVEN,
+    StepWork,
+    System,
+    count_step_flops,
+    find_redone_words,
+    split_foreign_recompute_words,
+)
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
 COLUMNS = {
@@ -235,7 +242,7 @@ def _build_work(cells: Mapping[str, str], compose: Compose) -> StepWork:
     config.parallel.data = plan.num_replicas
     if plan.mesh.world_size != gpus:
         raise ConfigError(f"column gpus={gpus}: the plan has {plan.mesh.world_size} workers, {plan.mesh}")
-    redone = split_redone_words(cells.get("recompute", ""))
+    redone = split_foreign_recompute_words(cells.get("recompute", ""))
     known = find_redone_words(plan) if redone else set[str]()
     if unknown := " ".join(sorted(redone - known)):
         constraint = "nothing of this model is computed again by that name"
@@ -292,7 +299,10 @@ def iterate_overrides(cells: Mapping[str, str]) -> Iterator[str]:
     for column, text in cells.items():
         key = COLUMNS.get(column, column if "." in column else "")
         if key and text and skipped.get(column) != text:
-            narrow, redone = key == "precision" and text in NARROW, key == "recompute" and split_redone_words(text)
+            narrow, redone = (
+                key == "precision" and text in NARROW,
+                key == "recompute" and split_foreign_recompute_words(text),
+            )
             yield f"{key}={'bf16' if narrow else 'none' if redone else text}"
     axes = cells.get("axes", "")
     for pair in filter(None, axes.replace(";", " ").split()):

@@ -137,7 +137,7 @@ REDONE = {
 }
 
 
-def split_redone_words(recompute: str) -> frozenset[str]:
+def split_foreign_recompute_words(recompute: str) -> frozenset[str]:
     """Return the words of a measured run's cell of recompute, legal or not; none if it has a value of the key."""
     of_key = recompute.strip("'\"") in ("", "auto", *KEYS["recompute"].choices)
     return frozenset(() if of_key else recompute.split())

@@ -19,7 +19,7 @@ from platform.config.fields import Config
 from platform.model.layers import Activations
 from platform.plan import generation_passes
 from platform.plan.chunks import Chunk, common_name
-from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, batch_unit, pass_row, plan_pass
+from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, generation_batch_unit, pass_row, plan_pass
 from platform.plan.layout import pad_to_multiple
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.plan import Plan
@@ -332,7 +332,7 @@ class TextGenerator:
         `PaddedTexts`."""
         plan = self._plan
         ranks = generation_passes.ranks_per_text(plan, len(texts.ids), max(map(len, texts.ids)))
-        unit = batch_unit(plan.scheme, plan.mesh, ranks > 1)
+        unit = generation_batch_unit(plan.scheme, plan.mesh, ranks > 1)
         sizes = {"source": self._encoder_length(texts), "most": self._config.model.length + 1, "ranks": ranks}
         batch = PaddedTexts(texts, unit, pads_left=pads_left, rows_per_text=rows_per_text, **sizes)
         return batch, KeyValueCache(generation_passes.pad_cache_length(plan, batch.longest + tokens, ranks > 1))

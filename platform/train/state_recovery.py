@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint import memory_recovery as recovery
-from platform.checkpoint.blocks import Block, BlockChain, Box, HeldTensor, Share, state_name
+from platform.checkpoint.blocks import Block, Box, HeldTensor, JoinedBlocks, Share, state_name
 from platform.checkpoint.snapshots import Copy, MemoryMap, Snapshot
 from platform.config.fields import Config, SentConfig
 from platform.optimizer.optimizers import AVERAGE, SIDES
@@ -89,7 +89,7 @@ class MemorySource:
         new = {member: rank for rank, member in enumerate(self.seats)}
         return {old: new[member] for old, member in zip(self.kept, self.members_of_ranks(self.kept), strict=True)}
 
-    def list_surviving_chains(self, held: MemoryMap) -> list[BlockChain]:
+    def list_surviving_chains(self, held: MemoryMap) -> list[JoinedBlocks]:
         """Return the chains of blocks of the training state that surviving workers have in memory, each with the ranks
         of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
         chains, copies, readers = held.chains, held.copies, held.map_readers(self.new_rank_by_old, self.distrusted)
@@ -98,7 +98,7 @@ class MemorySource:
             readers = {self.gathered.index(old): (new,) for old, new in self.new_rank_by_old.items()}
         return recovery.find_surviving_chains(chains, copies, readers)
 
-    def plan_handovers(self, held: MemoryMap) -> tuple[list[BlockChain], list[Copy]]:
+    def plan_handovers(self, held: MemoryMap) -> tuple[list[JoinedBlocks], list[Copy]]:
         """Return how workers that survived a failure pass parts of their training state on before the mesh re-forms:
         the chains of blocks that they can read, by their index among the `gathered` ranks; and the copies that
         survivors without a new rank send to others."""

@@ -16,9 +16,9 @@ from platform.boundary.schema import Malformed, OpenMap
 from platform.boundary.storage import Storage
 from platform.checkpoint.blocks import (
     Block,
-    BlockChain,
     Box,
     HeldTensor,
+    JoinedBlocks,
     Share,
     list_held_states,
     list_held_tensors,
@@ -184,7 +184,7 @@ class RankTrainingState:
         assert start_weights
         return start_weights
 
-    def recover_state(self, survived: Sequence[BlockChain], node: NodeSnapshot | None) -> None:
+    def recover_state(self, survived: Sequence[JoinedBlocks], node: NodeSnapshot | None) -> None:
         """Recover this rank's training state from in-memory snapshots of any plan that survivors of a failure can read;
         all ranks call it together. `survived`: chains of blocks with their readers; `node`: snapshot that this rank can
         read, None if it has none; see `platform.checkpoint.memory_recovery.recover_state`."""

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from platform.plan import generation_passes
-from platform.plan.generation_passes import PassShape, batch_unit, cache_unit, ranks_per_text
+from platform.plan.generation_passes import PassShape, cache_unit, generation_batch_unit, ranks_per_text
 from platform.plan.layout import Layout
 from platform.plan.operation_plan import collective_label, traffic_bytes
 from platform.plan.operations.attention import KeyValueCache
@@ -76,7 +76,9 @@ def test_beams_go_on_from_parts_of_keys():
 
 def test_who_shares():
     plan = make_plan(configure(**{**SMALL, **NESTED, "data": 2}))
-    assert batch_unit(plan.scheme, plan.mesh) == 8 and batch_unit(plan.scheme, plan.mesh, True) == 2
+    assert (
+        generation_batch_unit(plan.scheme, plan.mesh) == 8 and generation_batch_unit(plan.scheme, plan.mesh, True) == 2
+    )
     assert ranks_per_text(plan, 7, 5) == 4  # else a rank would read texts that nobody asked for
     assert ranks_per_text(plan, 8, 5) == ranks_per_text(plan, 7, 4) == 1
     pair = make_plan(configure(**{**SMALL, **NESTED, "kind": "encoder_decoder"}))

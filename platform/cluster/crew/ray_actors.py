@@ -93,7 +93,7 @@ class DemandLedger:
         return [bundle for run in sorted(self._of) for count, bundle, _ in [self._of[run]] for _ in range(count)]
 
 
-class DemandDesk:
+class AutoscalerDemands:
     """Actor that passes the demands of all runs of its cluster on to the autoscaler."""
 
     def __init__(self) -> None:
@@ -170,14 +170,14 @@ class Demand:
 
     @staticmethod
     def _find_demand_actor() -> Any:
-        """Return the Ray cluster's `DemandDesk`, the actor that takes all runs' demands, started if there is none."""
+        """Return the Ray cluster's `AutoscalerDemands`, which takes all runs' demands, started if there is none."""
         import ray
 
         options: Mapping[str, Any] = {
             "name": _NAME, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True,
             "num_cpus": 0, "max_restarts": -1,
         }  # fmt: skip
-        return ray.remote(DemandDesk).options(**options).remote()
+        return ray.remote(AutoscalerDemands).options(**options).remote()
 
 
 _LOG = logging.getLogger("platform.cluster")

@@ -65,7 +65,7 @@ def _send_numbers(arguments: argparse.Namespace) -> int:
     if not (directory / METRICS).exists():
         lines.append(format_violation("RUN_DIR", arguments.run, "holds no run", ["the directory of a run"]))
     refuse_all(lines)
-    config = _read_configuration(directory)
+    config = _read_run_configuration(directory)
     for name in arguments.sinks:
         try:
             _send_remaining(
@@ -103,7 +103,7 @@ def _resolve_references_if_possible(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _read_configuration(directory: Path) -> dict[str, Any]:
+def _read_run_configuration(directory: Path) -> dict[str, Any]:
     """Read the configuration of the run whose numbers a service gets, with the defaults of what an older version lacks.
     Raises ConfigError."""
     from platform.config.fields import Config

@@ -126,7 +126,7 @@ def _explains_end(event: Any, end: events.GaveUp) -> bool:
     return False
 
 
-def _judge_stop(evidence: Evidence, end: events.Stopped) -> Verdict:
+def _judge_unsaved_stop(evidence: Evidence, end: events.Stopped) -> Verdict:
     """Return the verdict on a run that was stopped with steps that none has saved."""
     line = f"stopped by {end.signal} after step {end.step}: nothing of it is saved"
     return Verdict("stopped", line, step=end.step, since=end.time)
@@ -174,7 +174,7 @@ def _judge_refusal(evidence: Evidence, end: events.Refused) -> Verdict:
 
 _ENDS: dict[type[Any], Callable[[Evidence, Any], Verdict]] = {
     events.GaveUp: _judge_error,
-    events.Stopped: _judge_stop,
+    events.Stopped: _judge_unsaved_stop,
     events.Drained: _judge_drain,
     events.NoPlaces: _judge_no_places,
     events.ClusterLost: _judge_lost_cluster,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from platform.checkpoint.blocks import Block, BlockChain, join_chains
+from platform.checkpoint.blocks import Block, JoinedBlocks, join_chains
 from platform.checkpoint.memory_recovery import (
     find_surviving_chains,
     is_recoverable,
@@ -56,11 +56,13 @@ def hold(jobs: list[Job], nodes: list[int], shared: bool = False, divided: bool 
     return on_all(jobs[0].world_size, work)
 
 
-def left(held: MemoryMap, seats: dict[int, int]) -> list[BlockChain]:
+def left(held: MemoryMap, seats: dict[int, int]) -> list[JoinedBlocks]:
     return find_surviving_chains(held.chains, held.copies, held.map_readers(seats))
 
 
-def pass_to(job: Job, survived: list[BlockChain], snapshots: dict[int, NodeSnapshot], budget: int) -> list[list[Block]]:
+def pass_to(
+    job: Job, survived: list[JoinedBlocks], snapshots: dict[int, NodeSnapshot], budget: int
+) -> list[list[Block]]:
     def work(communicator) -> list[Block]:
         rank = communicator.rank
         blocks = job.blocks(rank, empty=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from platform.plan.generation_passes import batch_unit, generation_groups
+from platform.plan.generation_passes import generation_batch_unit, generation_groups
 from platform.predict.choose_schedule import build_generation_model
 from platform.predict.make_plan import make_plan
 from tests.harness.oracle import MODELS, configure
@@ -25,5 +25,5 @@ def test_the_fewest_texts_of_a_pass_can_be_planned(name):
     c = configure(**{"microbatch": 4, "global_batch": 48, **more})
     c.tensor.regions.update({"experts": experts} if experts else {})
     plan = make_plan(c)
-    assert batch_unit(plan.scheme, plan.mesh) == texts
+    assert generation_batch_unit(plan.scheme, plan.mesh) == texts
     assert generation_groups(plan, build_generation_model(c))
