@@ -255,7 +255,7 @@ class StepView:
         if isinstance(stream, PairStream):
             yield self._document_namer(part, stream)(sample, 0)
             return
-        places, begin = getattr(self.corpus.objective, "places", None), self.corpus.special.begin
+        places, begin = getattr(self.corpus.objective, "token_positions", None), self.corpus.special.begin
         if not places or (streams.known_document_starts(stream) is None and (begin < 0 or len(stream) > _SEARCHED)):
             return
         of_sample = places(stream, np.array([sample]))[0]
