@@ -15,7 +15,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import partial, reduce
 from math import inf
 from operator import attrgetter, or_
@@ -28,9 +28,21 @@ from platform.boundary.schema import LARGEST, fits_type
 from platform.config import fields as config_fields
 from platform.config.fields import KEYS, Config, allow_choice, describe_value, violations_of_value
 from platform.config.key import WORDS, Key, describe_type
+from platform.config.key import key as declare_key
 from platform.config.moved_imports import find_moved
+from platform.plan.model_types import PAIR_LOSSES
 
-OWN_SETTINGS: dict[tuple[str, str], type] = {}  # (key, registered name) -> dataclass of its settings
+
+@dataclass
+class PairSettings:
+    """Settings of a loss of pairs of answers."""
+
+    beta: float = declare_key(0.1, "how much a pair's margin counts; orpo: the weight of its odds", "> 0")
+    margin: float = declare_key(0.0, "train.loss=simpo: the margin that is wanted, times beta", ">= 0")
+
+
+# (key, registered name) -> dataclass of its settings
+OWN_SETTINGS: dict[tuple[str, str], type] = {("train.loss", name): PairSettings for name in PAIR_LOSSES}
 # keys by which a configuration chooses a function; the groups of Config have fields for its settings
 _NAMES = "model.kind data.kind data.objective train.loss optimizer.kind optimizer.schedule pipeline.kind"
 CHOSEN: dict[str, Callable[[Config], str]] = {  # key -> name of the function that a configuration chooses

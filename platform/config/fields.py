@@ -45,7 +45,7 @@ from platform.config.groups import (
     Train,
 )
 from platform.config.key import Key, describe_type, key
-from platform.plan.model_types import CROSS_ENTROPY
+from platform.plan.model_types import CROSS_ENTROPY, PAIR_LOSSES
 
 
 @dataclass
@@ -207,7 +207,7 @@ def find_synonyms(unknown: str) -> list[str]:
 
 # model.kind -> legal values of data.objective; the first is the default
 OBJECTIVES: dict[str, Sequence[str]] = {
-    "decoder": ["causal"],
+    "decoder": ["causal", "preference"],
     "encoder": ["masked"],
     "encoder_decoder": ["span_denoising", "pairs"],
     "two_layer": ["causal"],
@@ -224,12 +224,13 @@ def allow_objective(kind: str, name: str) -> None:
 
 def training_objective_name(config: Config) -> str:
     """Return a configuration's training objective: `data.objective`, else the default for `model.kind` and the data."""
-    default = "pairs" if config.data.kind == "pairs" else OBJECTIVES.get(config.model.kind, ("",))[0]
-    return config.data.objective or default
+    by_data = {"pairs": "pairs", "preferences": PREFERENCE}
+    return config.data.objective or by_data.get(config.data.kind) or OBJECTIVES.get(config.model.kind, ("",))[0]
 
 
-WEIGHTED: set[str] = set()  # values of data.objective whose samples say what each label counts
-LOSS_OF: dict[str, str] = {}  # value of data.objective -> the loss that it comes with, unless that is cross-entropy
+PREFERENCE = "preference"  # the objective of pairs of answers, with one of PAIR_LOSSES
+WEIGHTED: set[str] = {PREFERENCE}  # values of data.objective whose samples say what each label counts
+LOSS_OF = {PREFERENCE: PAIR_LOSSES[0]}  # value of data.objective -> its loss, unless that is cross-entropy
 
 
 def training_loss_name(config: Config) -> str:

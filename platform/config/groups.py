@@ -8,7 +8,7 @@ from typing import Any
 
 from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_user_settings_key, fixed_key, free_key, key
 from platform.plan.generators import ONE_CHUNK
-from platform.plan.model_types import CROSS_ENTROPY, KERNELS
+from platform.plan.model_types import CROSS_ENTROPY, KERNELS, PAIR_LOSSES
 from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS
 
 
@@ -17,7 +17,8 @@ class Data:
     """Training data, and what the model predicts in it."""
 
     kind: str = free_key(
-        "stdlib", "source of the data", ("stdlib", "text", "instructions", "pairs", "tokens", "synthetic", "mixture"),
+        "stdlib", "source of the data",
+        ("stdlib", "text", "instructions", "preferences", "pairs", "tokens", "synthetic", "mixture"),
         open=True,
     )  # fmt: skip
     path: str = free_key("", "files of data: a file, a folder, a glob, or a URL of any of these", path=())
@@ -34,7 +35,7 @@ class Data:
     )  # fmt: skip
     objective: str = key(
         "", 'what is predicted; "" = the default for model.kind and the data',
-        ("", "causal", "masked", "span_denoising", "pairs"), open=True,
+        ("", "causal", "preference", "masked", "span_denoising", "pairs"), open=True,
     )  # fmt: skip
     document_mask: bool = key(
         False, "decoder: attention and positions restart at documents, whose beginnings are not predicted"
@@ -607,7 +608,9 @@ class Train:
         "", "start from these weights: a checkpoint's URL, or a folder that transformers saved; random = from none;"
         ' "" = from model.source, if there is one', path=("random",),
     )  # fmt: skip
-    loss: str = free_key("", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY), open=True)
+    loss: str = free_key(
+        "", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY, *PAIR_LOSSES), open=True
+    )
     init_averaged: bool = free_key(False, "train.init: take the averages that train.ema kept of that run's weights")
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")

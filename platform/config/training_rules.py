@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from platform.boundary.refusals import closest_values, format_violation
 from platform.boundary.schema import fits_type
 from platform.config.fields import (
     OBJECTIVES,
+    PREFERENCE,
     Config,
     Data,
     Model,
@@ -20,7 +22,7 @@ from platform.config.fields import (
 from platform.config.key import violation_of_key
 from platform.config.ramps import parse_length_ramp
 from platform.plan.layout import find_divisors, format_count
-from platform.plan.model_types import CROSS_ENTROPY
+from platform.plan.model_types import CROSS_ENTROPY, PAIR_LOSSES
 
 
 def _violations_of_attention(config: Config) -> Iterator[str]:
@@ -363,6 +365,7 @@ def _violations_of_pattern(key: str, pattern: object) -> Iterator[str]:
 OPTIMIZER_RULES = (_violations_of_optimizer,)
 
 
+_PAIRED = {"pairs": "pairs", "preferences": PREFERENCE}  # kind of data -> the one objective that reads it
 WHOLE = ("masked", "span_denoising", "pairs")  # objectives that read no documents apart, and learn of all tokens
 
 
@@ -378,7 +381,7 @@ def _violations_of_data(config: Config) -> Iterator[str]:
                 constraint = "says something of a tokenizer that data.tokenizer names, and there is none"
                 yield format_violation(f"data.{name}", value, constraint, ["data.tokenizer=PATH"])
     for name, neutral in (("input_field", '""'), ("unread", "[]")):
-        if (value := getattr(data, name)) and "instructions" not in _list_source_kinds(data):
+        if (value := getattr(data, name)) and not {"instructions", "preferences"} & _list_source_kinds(data):
             yield format_violation(f"data.{name}", value, "only data=instructions reads it", [neutral])
     if data.sources and data.kind != "mixture":
         names = ", ".join(data.sources)
@@ -408,11 +411,16 @@ def _violations_of_objective(config: Config) -> Iterator[str]:
     data, m = config.data, config.model
     objective, legal = training_objective_name(config), OBJECTIVES[m.kind]
     kinds = _list_source_kinds(data)
-    if objective not in legal or (kinds != {"pairs"} if objective == "pairs" else "pairs" in kinds):
-        fitting = [o for o in legal if (o == "pairs") == ("pairs" in kinds)]
-        fitting = fitting or [f"model.kind={kind}" for kind, known in OBJECTIVES.items() if "pairs" in known]
-        if "pairs" in kinds and len(kinds) > 1:
-            fitting = ["sources that are all of kind: pairs, or none"]
+    wanted = {_PAIRED.get(kind, "") for kind in kinds}  # "": any other objective
+    own = objective if objective in _PAIRED.values() else ""
+    if objective not in legal or wanted != {own}:
+        only = next(filter(None, sorted(wanted, reverse=True)), "")
+        fitting = [o for o in legal if (o if o in _PAIRED.values() else "") == only]
+        fitting = fitting or [f"model.kind={kind}" for kind, known in OBJECTIVES.items() if only in known]
+        if only and len(wanted) > 1:
+            fitting = [
+                f"sources that are all of kind: {', '.join(k for k, o in _PAIRED.items() if o == only)}, or none"
+            ]
         constraint = f"model.kind={m.kind} and data={data.kind} do not go with it"
         yield format_violation("data.objective", objective, constraint, fitting)
     elif objective == "span_denoising" and (m.length < 3 or m.source_length == 1):
@@ -435,7 +443,8 @@ def _violations_of_documents(config: Config) -> Iterator[str]:
         yield format_violation("model.within_documents", keeps_within, constraint, legal)
     if data.overlong != "split" and data.packing == "cut":
         constraint = "data.packing=cut cuts rows from the tokens end to end"
-        yield format_violation("data.overlong", data.overlong, constraint, ["split", "data.packing=best_fit"])
+        also = [] if training_objective_name(config) == PREFERENCE else ["split"]
+        yield format_violation("data.overlong", data.overlong, constraint, [*also, "data.packing=best_fit"])
     for name, neutral in (("document_mask", False), ("packing", "cut")):
         if (value := getattr(data, name)) == neutral:
             continue
@@ -445,4 +454,22 @@ def _violations_of_documents(config: Config) -> Iterator[str]:
             yield format_violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])
 
 
-DATA_RULES = (_violations_of_data, _violations_of_objective, _violations_of_documents)
+def _violations_of_preferences(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each setting under which a model does not learn from whole pairs of answers, and for a
+    loss of pairs without any."""
+    loss, is_paired = training_loss_name(config), training_objective_name(config) == PREFERENCE
+    if is_paired != (loss in PAIR_LOSSES):
+        legal = PAIR_LOSSES if is_paired else ["", CROSS_ENTROPY, "data=preferences"]
+        constraint = f"data.objective={training_objective_name(config)} does not go with it"
+        yield format_violation("train.loss", config.train.loss, constraint, legal)
+    if not is_paired:
+        return
+    needed = {"data.document_mask": True, "data.packing": "best_fit", "data.overlong": "drop", "train.length_ramp": []}
+    for name, legal_value in needed.items():
+        if attrgetter(name)(config) != legal_value:
+            yield violation_of_key(
+                config, name, "data=preferences keeps the two answers of a pair whole", [legal_value]
+            )
+
+
+DATA_RULES = (_violations_of_data, _violations_of_objective, _violations_of_documents, _violations_of_preferences)

@@ -11,17 +11,83 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import OwnCodeError, format_violation, guard_user_code
-from platform.config.extensions import bind_settings_object, register_own_function
+from platform.config.extensions import PairSettings, bind_settings_object, register_own_function
 from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
 from platform.plan.layout import format_count
-from platform.plan.model_types import CROSS_ENTROPY
+from platform.plan.model_types import CROSS_ENTROPY, PAIR_LOSSES, REFERRING_LOSSES
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from platform.runtime.chunked_loss import TokenLoss
+    from torch import Tensor
 
-LOSSES: dict[str, Callable[..., Any] | None] = {CROSS_ENTROPY: None}
+    from platform.runtime.chunked_loss import AnswerSums, PairLoss, TokenLoss
+
+LOSSES: dict[str, Callable[..., Any] | None] = dict.fromkeys((CROSS_ENTROPY, *PAIR_LOSSES))
+
+
+def _dpo(chosen: AnswerSums, rejected: AnswerSums, settings: PairSettings) -> Tensor:
+    """Return the loss of each pair of answers by Rafailov et al. (2023), equation 7."""
+    return -_log_sigmoid(settings.beta * (_log_ratio(chosen) - _log_ratio(rejected)))
+
+
+def _ipo(chosen: AnswerSums, rejected: AnswerSums, settings: PairSettings) -> Tensor:
+    """Return the loss of each pair of answers by Azar et al. (2023), equation 17, of means over labels."""
+    gap = _log_ratio(chosen) / chosen.labels - _log_ratio(rejected) / rejected.labels
+    return (gap - 1 / (2 * settings.beta)) ** 2
+
+
+def _simpo(chosen: AnswerSums, rejected: AnswerSums, settings: PairSettings) -> Tensor:
+    """Return the loss of each pair of answers by Meng et al. (2024), equation 6: no reference, but a wanted margin."""
+    return -_log_sigmoid(settings.beta * (_mean_log(chosen) - _mean_log(rejected)) - settings.margin)
+
+
+def _orpo(chosen: AnswerSums, rejected: AnswerSums, settings: PairSettings) -> Tensor:
+    """Return the loss of each pair of answers by Hong et al. (2024), equation 6: mean loss, and weighted odds."""
+    logs = _mean_log(chosen), _mean_log(rejected)
+    odds = [log - (-log.expm1()).log() for log in logs]
+    return -logs[0] - settings.beta * _log_sigmoid(odds[0] - odds[1])
+
+
+def _log_ratio(answer: AnswerSums) -> Tensor:
+    """Return how much more likely each answer is to the model than to the reference of its loss, as a logarithm."""
+    return answer.log_probability - answer.reference
+
+
+def _mean_log(answer: AnswerSums) -> Tensor:
+    """Return the mean log-probability that the model gives a label of each answer."""
+    return answer.log_probability / answer.labels
+
+
+def _log_sigmoid(x: Tensor) -> Tensor:
+    """Return the logarithm of the sigmoid of a loss's tensor."""
+    import torch.nn.functional as F  # late: a refusal is quick without torch
+
+    return F.logsigmoid(x)
+
+
+def pair_measures(config: Config) -> dict[str, PairLoss]:
+    """Return what a validation measures of pairs of answers under the loss that a model is trained with: the `margin`
+    between the rewards of both, and the `accuracy`, 1 where the chosen answer's reward is larger; {} without pairs."""
+    name = training_loss_name(config)
+    if name not in PAIR_LOSSES:
+        return {}
+    log = _log_ratio if name in REFERRING_LOSSES else _mean_log
+
+    def margin(chosen: AnswerSums, rejected: AnswerSums, settings: PairSettings) -> Tensor:
+        """Return how much larger the reward of each chosen answer is in the loss."""
+        return settings.beta * (log(chosen) - log(rejected))
+
+    def accuracy(chosen: AnswerSums, rejected: AnswerSums, settings: PairSettings) -> Tensor:
+        """Return 1 for each pair of answers in the loss whose chosen one has the larger reward."""
+        return (log(chosen) > log(rejected)).double()
+
+    measures = {"accuracy": accuracy, "margin": margin}
+    settings = config.train.loss_settings
+    return {word: bind_settings_object(f, "train.loss", name, settings) for word, f in measures.items()}
+
+
+_PAIR_LOSSES = dict(zip(PAIR_LOSSES, (_dpo, _ipo, _simpo, _orpo), strict=True))
 
 
 def register_loss(name: str, loss: Callable[..., Any], settings: type | None = None) -> None:
@@ -34,10 +100,10 @@ def register_loss(name: str, loss: Callable[..., Any], settings: type | None = N
     LOSSES[name] = loss
 
 
-def loss_functions(config: Config) -> dict[str, TokenLoss | None]:
+def loss_functions(config: Config) -> dict[str, TokenLoss | PairLoss | None]:
     """Return loss name -> function for a run's model: cross-entropy (None) and the loss that is configured."""
     name = training_loss_name(config)
-    loss = LOSSES[name]
+    loss = LOSSES[name] or _PAIR_LOSSES.get(name)
     return {
         CROSS_ENTROPY: None,
         name: loss and bind_settings_object(loss, "train.loss", name, config.train.loss_settings),

@@ -227,15 +227,22 @@ class Router:
 
 CROSS_ENTROPY = "cross_entropy"
 LABEL_WEIGHTS = "label_weights"  # data tensor of fp64 numbers: what each label counts
+PAIR_LOSSES = ("dpo", "ipo", "simpo", "orpo")  # of pairs of answers, the first by default
+REFERRING_LOSSES = ("dpo", "ipo")  # of these, which compare the model with a reference
+PAIRED = (
+    "paired"  # data tensor: 2 n of labels in the chosen answer of pair n of a sequence, 2 n + 1 in the rejected one
+)
+REFERENCES = "references"  # of fp64 numbers: over an answer's labels they add up to its reference log-probability
 
 
 @dataclass(frozen=True)
 class LabelLoss:
     """Loss of labels in training: by name, cross-entropy or what takes its place; `weighted`: the data says what each
-    label counts."""
+    label counts; `paired`: it is one of pairs of answers, a chosen and a rejected one."""
 
     name: str = CROSS_ENTROPY
     weighted: bool = False
+    paired: bool = False
 
 
 PLAIN = LabelLoss()

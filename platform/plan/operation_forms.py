@@ -464,8 +464,15 @@ def _loss_forms(statistics: Sequence[str]) -> Callable[[Plan, PlannedOperation],
     """Return the form of a loss, a sum over all ranks' tokens; `statistics` as in Form."""
 
     def loss_form(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
-        """Yield the form of a loss of its first activation."""
-        yield Form(_operands_and_output(planned)[0], None, statistics=statistics, merged=statistics)
+        """Yield the form of a loss of its first activation; one of pairs adds up answers over the ranks of a length."""
+        (logits, *_), beside = planned.operation.inputs, []
+        if dict(planned.operation.attributes).get("paired") and (axes := planned.tokens["length"]):
+            # of each answer: log-probability, reference and labels; a sequence has at most so many answers as tokens
+            sequences = plan.local_shape(logits)[logits.dims.index("batch")]
+            elements = 3 * sequences * (plan.sizes["length"] + plan.sizes["length"] % 2)
+            cuts = plan.planner.cuts_among_dims(logits, plan.layout(logits), ["batch"])
+            beside = [Collective("all_reduce", axes, elements, "metrics", "forward", planned.only, 0, cuts)]
+        yield Form(_operands_and_output(planned)[0], None, statistics=statistics, merged=statistics, beside=beside)
 
     return loss_form
 

@@ -261,6 +261,19 @@ def loss_chunk_rows(rows: int, columns: int) -> int:
     return max(1, min(rows, max(_ELEMENTS // columns, min(-(-rows // _CHUNKS), _LARGEST // columns))))
 
 
+ANSWER_SUMS = 3  # of an answer: log-probabilities of its labels, their reference, and their number
+
+
+def is_paired(loss: Operation) -> bool:
+    """Return True if a model's loss is one of pairs of answers, which needs the labels of a whole answer at once."""
+    return dict(loss.attributes).get("paired", False)
+
+
+def answer_slots(length: int) -> int:
+    """Return how many answers a sequence of `length` tokens is planned to hold: two of each pair, each with a label."""
+    return length + length % 2
+
+
 def computes_gradients_in_forward(
     product: PlannedOperation, loss: PlannedOperation, rows: int, columns: int, width: int, wide: bool
 ) -> bool:
@@ -275,6 +288,6 @@ def computes_gradients_in_forward(
     """
     (group,) = product.groups
     (e,) = group.einsums
-    plain = group.is_local and e.x_dims[:-1] == e.out_dims[:-1] and len(e.dims) == 2
+    plain = group.is_local and e.x_dims[:-1] == e.out_dims[:-1] and len(e.dims) == 2 and not is_paired(loss.operation)
     small = not wide and rows * columns < _KEPT
     return plain and not loss.over and not small and (rows + columns) * width < rows * columns

@@ -64,7 +64,7 @@ class PlanWalk:
             self._launches.update(map(_launch_key, form.beside))
         if split != set(planned.compute_axes):
             raise Unsound(f"computes on {join_axis_names(split)}, and says on {join_axis_names(planned.compute_axes)}")
-        moved = [c for c in planned.collectives if c.dtype == "compute" or not merging]
+        moved = [c for c in planned.collectives if c.dtype != "accumulate" or not merging]
         listed = Counter(map(_launch_key, moved))
         if listed != self._launches:
             key = next(k for k in (*listed, *self._launches) if listed[k] != self._launches[k])

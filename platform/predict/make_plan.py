@@ -26,7 +26,7 @@ from platform.plan.accelerators import nominal_memory
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
 from platform.plan.layout import find_divisors, find_factorizations, format_count
-from platform.plan.model_types import LabelLoss, Recompute
+from platform.plan.model_types import PAIR_LOSSES, LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
@@ -197,6 +197,7 @@ def _build_unchecked_plan(
 ) -> Plan:
     """Build the plan of a configured `model` over `data` replicas, without what only updates need; `stage_of`, `parts`:
     the stage, and the units if they are given, of every chunk. Raises ModelMistake, IllegalPlan."""
+    loss = training_loss_name(config)
     return build_plan(
         model,
         scheme,
@@ -214,7 +215,7 @@ def _build_unchecked_plan(
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
         attention_kernel=config.train.attention_kernel,
-        loss=LabelLoss(training_loss_name(config), training_objective_name(config) in WEIGHTED),
+        loss=LabelLoss(loss, training_objective_name(config) in WEIGHTED, loss in PAIR_LOSSES),
         parts=parts,
     )
 

@@ -3,7 +3,8 @@
 Losses are over a vocab that may be split over ranks: of given logits (`cross_entropy`), or of a product that makes them
 (`linear_cross_entropy`). Logits are never gathered, and are in the type of statistics only one chunk at a time. A loss
 is cross-entropy, or any function of three numbers per label (`Likelihood`), which all ranks have in common. Its
-gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`LogitDerivatives`).
+gradient by logit y_v is then whole * softmax(y)_v + every, and at the label + label (`LogitDerivatives`). A loss of
+pairs of answers (`LossOfPairs`) is a function of sums over the labels of both.
 
 `TwoLayerWeights` are the two products of a feed-forward layer with a function between them; `compute_by_chunks`
 computes the hidden rows again in the backward pass."""
@@ -51,6 +52,28 @@ TokenLoss = Callable[[Likelihood], Tensor]  # one number per label, each a funct
 
 
 @dataclass(frozen=True)
+class AnswerSums:
+    """Sums over the labels of answers, of which a loss of pairs is a function: tensors of one number per answer."""
+
+    log_probability: Tensor
+    reference: Tensor  # log-probability that the reference model gives the answer
+    labels: Tensor  # their number
+
+
+PairLoss = Callable[[AnswerSums, AnswerSums], Tensor]  # of chosen and rejected answers: one number per pair
+
+
+@dataclass(frozen=True)
+class LossOfPairs:
+    """Loss of pairs of answers: `loss` of each pair; `axes`: mesh axes that split a sequence's tokens, over which the
+    sums of its answers are added up; `slots`: answers that a sequence is planned for (`answer_slots`)."""
+
+    loss: PairLoss
+    axes: tuple[str, ...]
+    slots: int
+
+
+@dataclass(frozen=True)
 class LogitDerivatives:
     """Derivatives of losses, per label, that make up their gradients by logits: a factor of all probabilities (None:
     1), a summand at the label, and a summand everywhere (None: 0)."""
@@ -71,7 +94,7 @@ class LossClasses:
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
     spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
     compiles a function (`platform.runtime.compilation.compile_region`), None: all run eagerly, on a chunk of rows at a
-    time."""
+    time; `pairs`: a loss of pairs of answers in place of cross-entropy."""
 
     over: tuple[str, ...]
     first: int
@@ -79,6 +102,7 @@ class LossClasses:
     smoothing: float = 0.0
     loss: TokenLoss | None = None
     region: Region | None = None
+    pairs: LossOfPairs | None = None
 
     @property
     def needs_logit_sums(self) -> bool:
@@ -88,13 +112,18 @@ class LossClasses:
 
 @dataclass(frozen=True)
 class Targets:
-    """Labels of tokens, int64 [rows], of which -1 does not count; and what the others count, [rows], None: 1."""
+    """Labels of tokens, int64 [rows], of which -1 does not count; and what the others count, [rows], None: 1. Of pairs
+    of answers also: the number of each label's answer in its sequence, int64 [rows], and what it adds to the answer's
+    reference log-probability, [rows]. `batch`: sequences, of which each has a token in so many rows in turn."""
 
     labels: Tensor
     weights: Tensor | None = None
+    answers: Tensor | None = None
+    references: Tensor | None = None
+    batch: int = 1
 
     def __getitem__(self, rows: slice) -> Targets:
-        """Return the labels and weights of the tokens `rows`."""
+        """Return the labels and weights of the tokens `rows`, of a loss without pairs."""
         return Targets(self.labels[rows], None if self.weights is None else self.weights[rows])
 
 
@@ -168,6 +197,36 @@ def _compute_token_losses(
     return losses.detach(), LogitDerivatives(whole - label - mean, label, mean / vocab)
 
 
+def _compute_pair_losses(
+    statistics: Tensor, targets: Targets, communicator: Communicator, pairs: LossOfPairs, with_derivatives: bool
+) -> tuple[Tensor, LogitDerivatives]:
+    """Compute of each label, a row of `statistics` as in `_compute_token_losses`, the loss of the pair whose answer it
+    belongs to, [rows], and that loss's derivatives by the logits of the row. An answer's labels are added up in fp64,
+    over all ranks that have some of its tokens."""
+    assert targets.answers is not None and targets.references is not None
+    batch, counts = targets.batch, targets.labels >= 0
+    sequence = torch.arange(len(counts), device=counts.device) % batch
+    slot = (targets.answers + sequence * pairs.slots).where(counts, 0)
+    numbers = torch.stack((statistics[1] - statistics[0], targets.references, counts)).double().where(counts, 0.0)
+    rows = torch.arange(len(numbers), device=slot.device).unsqueeze(1)
+    sums = numbers.new_zeros(len(numbers), batch * pairs.slots).index_put_((rows, slot), numbers, accumulate=True)
+    if pairs.axes:
+        sums = communicator.launch("all_reduce", sums, pairs.axes, owned=True).wait()
+    sides = sums.view(len(numbers), -1, 2).unbind(-1)
+    is_pair = (sides[0][2] > 0) & (sides[1][2] > 0)
+    logs = [side[0].where(is_pair, -1.0).requires_grad_(with_derivatives) for side in sides]  # a number where is none
+    chosen, rejected = (AnswerSums(log, s[1], s[2].clamp(min=1.0)) for log, s in zip(logs, sides, strict=True))
+    with torch.set_grad_enabled(with_derivatives):
+        losses = pairs.loss(chosen, rejected).where(is_pair, 0.0)
+    losses_of_labels = losses.detach()[slot // 2].to(statistics.dtype)
+    if not with_derivatives:
+        return losses_of_labels, LogitDerivatives(None, 0.0, None)
+    slopes = torch.stack(torch.autograd.grad(losses, logs, torch.ones_like(losses)), -1)
+    # a pair's loss counts at each of its labels by the label's weight; its gradient is whole at each
+    by_label = -slopes.flatten()[slot].to(statistics.dtype)
+    return losses_of_labels, LogitDerivatives(None, -1.0, None).multiply_by_weights(by_label)
+
+
 def compute_loss_and_gradient(
     logits: Tensor, targets: Targets, communicator: Communicator, classes: LossClasses, with_gradient: bool
 ) -> Tensor:
@@ -186,10 +245,15 @@ def compute_loss_and_gradient(
     merged_statistics = torch.cat([statistics(known[at], column[at], classes.needs_logit_sums) for at in chunks], 1)
     if classes.over:
         merged_statistics = _all_reduce_loss_statistics(merged_statistics, mine, communicator, classes.over)
-    losses, derivatives = _compute_token_losses(merged_statistics, classes, with_gradient)
+    if classes.pairs:
+        pairs = classes.pairs
+        losses, derivatives = _compute_pair_losses(merged_statistics, targets, communicator, pairs, with_gradient)
+    else:
+        losses, derivatives = _compute_token_losses(merged_statistics, classes, with_gradient)
     if targets.weights is not None:
         weights = targets.weights.to(losses.dtype)
-        losses, derivatives = losses * weights, derivatives.multiply_by_weights(weights)
+        losses = losses * weights
+        derivatives = derivatives if classes.pairs else derivatives.multiply_by_weights(weights)
     counts = labels >= 0
     if with_gradient:
         logits[:, real:] = 0

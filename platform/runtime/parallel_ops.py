@@ -19,8 +19,8 @@ from torch import Tensor
 from platform.plan.chunks import layer_of_parameter
 from platform.plan.gather_order import ParameterPrefetcher
 from platform.plan.layout import Stretch, block_shape
-from platform.plan.model_types import CROSS_ENTROPY, Parameter, Spec
-from platform.plan.operation_plan import PlannedOperation
+from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS, PAIRED, REFERENCES, Parameter, Spec
+from platform.plan.operation_plan import PlannedOperation, answer_slots, is_paired
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.op import Op
 from platform.plan.operations.registry import Ops
@@ -29,7 +29,7 @@ from platform.plan.rule import Conversion
 from platform.plan.step_collectives import compiles_whole_blocks, counts_at, counts_gradient
 from platform.runtime import conversion as conversions
 from platform.runtime import kernels, residual
-from platform.runtime.chunked_loss import LossClasses, Targets, TokenLoss
+from platform.runtime.chunked_loss import LossClasses, LossOfPairs, PairLoss, Targets, TokenLoss
 from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import CompileTrial, compile_region, select_attention_kernel
 from platform.runtime.compiled_blocks import CompiledBlock, compile_block
@@ -85,8 +85,9 @@ class ParallelOps(Ops):
         self.recompute = plan.recompute
         self.offload = ActivationOffload(communicator.device) if plan.recompute.offload else None
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
-        self.losses: Mapping[str, TokenLoss | None] = {CROSS_ENTROPY: None}  # what a plan may name in its place
-        self.label_weights: Mapping[tuple[str, str], Tensor] = {}  # of the pass, by operation
+        # what a plan may name in its place
+        self.losses: Mapping[str, TokenLoss | PairLoss | None] = {CROSS_ENTROPY: None}
+        self.inputs: Mapping[str, Mapping[tuple[str, str], Tensor]] = {}  # data tensors of the pass, by operation
         self.residency: ParameterResidency | None = None  # of parameters that are gathered for each block
         self.ahead = ParameterPrefetcher(plan, self._start_conversion, ahead)
         self.watched: ActivationWatch | None = None  # sums up the activations of training steps that are followed
@@ -329,19 +330,25 @@ class ParallelOps(Ops):
         return self.global_positions(spec, "length", q.device), torch.arange(k.shape[2], device=k.device)
 
     def label_targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
-        """Return the labels of a planned cross_entropy and, in training, their loss weights: tensors [rows]."""
-        use = planned.operation.kind, planned.operation.name
-        weights = self.label_weights.get(use) if self.position.training else None
-        return Targets(labels[use].flatten(), None if weights is None else weights.flatten())
+        """Return the labels of a planned cross_entropy, with the data of pairs or, in training, weights of labels."""
+        use, names = (planned.operation.kind, planned.operation.name), (LABEL_WEIGHTS, PAIRED, REFERENCES)
+        is_used = self.position.training or is_paired(planned.operation)
+        more = [self.inputs.get(name, {}).get(use) if is_used else None for name in names]
+        weights, answers, references = (x if x is None else x.flatten() for x in more)
+        return Targets(labels[use].flatten(), weights, answers, references, labels[use].shape[1])
 
     def logit_classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> LossClasses:
         """Return the vocabulary columns that this rank holds of the logits `spec`, for a planned cross_entropy, with
         the loss to compute; label smoothing and a user's own loss are used in training only."""
         first, _ = self.blocks[spec][spec.dims.index("vocab")]
         vocab = self.plan.sizes["vocab"]
+        loss: Any = self.losses[planned.operation["loss"]]
+        if is_paired(planned.operation):  # in evaluations too
+            pairs = LossOfPairs(loss, planned.tokens["length"], answer_slots(self.plan.sizes["length"]))
+            return LossClasses(planned.over, first, vocab, region=self.compiler, pairs=pairs)
         if not self.position.training:
             return LossClasses(planned.over, first, vocab, region=self.compiler)
-        return LossClasses(planned.over, first, vocab, smoothing, self.losses[planned.operation["loss"]], self.compiler)
+        return LossClasses(planned.over, first, vocab, smoothing, loss, self.compiler)
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:

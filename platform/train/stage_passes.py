@@ -18,7 +18,7 @@ from platform.data.streams import read_sequence_batch
 from platform.model.layers import Activations
 from platform.plan.chunks import Chunk
 from platform.plan.layout import Layout, locate_block
-from platform.plan.model_types import LABEL_WEIGHTS
+from platform.plan.model_types import LABEL_WEIGHTS, PAIRED
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action
 from platform.runtime.attention_pairs import note_host_copy
@@ -82,8 +82,9 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
 
 def compute_loss_divisor(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
     """Return the divisor that turns the loss summed over training samples [first, end) into a mean: the number of
-    labels that count or, if labels have weights, the sum of their magnitudes. Raises ConfigError if no label counts."""
-    if LABEL_WEIGHTS not in plan.reader_layouts:
+    labels that count, or of pairs of answers, or, if labels have weights, the sum of their magnitudes. Raises
+    ConfigError if no label counts."""
+    if LABEL_WEIGHTS not in plan.reader_layouts or PAIRED in plan.reader_layouts:  # weights of a pair add up to 1
         return corpus.predicted("train", first, end) or _refuse_missing_labels(corpus, first, end)
     total, at_once = 0.0, plan.sizes["batch"]
     for start in range(first, end, at_once):
@@ -131,7 +132,7 @@ class StagePasses:
         the activations from the previous chunk."""
         with self.communicator.clock.time_section("data"):
             inputs = self.load_input_blocks(split, first, end, chunk)
-        residency, self.ops.label_weights = self._weights.residency, inputs.get(LABEL_WEIGHTS, {})
+        residency, self.ops.inputs = self._weights.residency, inputs
         self.ops.begin_pass()
         if residency:
             residency.begin_pass(chunk.number)

@@ -266,6 +266,11 @@ tensor.order=[a] | tensor.order=[a]: lacks t, an axis of tensor.regions.attentio
 tensor.regions.mlp.d_ff=[q] | tensor.order=[t]: lacks q, an axis of tensor.regions.mlp.d_ff | d_ff=[t], [t,q]
 tensor=3d tensor.order=[z,x] | tensor.order=[z,x]: lacks y | [z,x,y]
 train.loss=huber | train.loss=huber: unknown | '', cross_entropy
+train.loss=dpo | train.loss=dpo: data.objective=causal does not go with it | '', cross_entropy
+data=preferences data.path=README.md data.packing=cut | data.packing=cut: data=preferences keeps | best_fit
+data=preferences data.path=README.md data.overlong=split | data.overlong=split: data=preferences keeps | drop
+data=preferences data.path=README.md train.loss=cross_entropy | train.loss=cross_entropy: data.objective=pref | dpo
+data.objective=preference | data.objective=preference: model.kind=decoder and data=stdlib | causal
 tensor.axes.t=3 | model.heads=4 is not divisible by tensor.axes.t=3 | tensor.axes.t=2 or 4
 tensor.axes.t=999983 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4
 tensor.axes.t=720720 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4

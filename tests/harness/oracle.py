@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from platform.config.fields import WEIGHTED, Branch, Config, Pipeline, training_objective_name
+from platform.config.fields import PREFERENCE, WEIGHTED, Branch, Config, Pipeline, training_objective_name
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.special_tokens import SpecialIds
@@ -138,10 +138,12 @@ class Tokens:
 
     def __init__(self, c: Config):
         self.model, self.vocab, self.weighted = c.model, c.model.vocab, training_objective_name(c) in WEIGHTED
+        self.paired = training_objective_name(c) == PREFERENCE
 
     def batch(self, split: str, start: int, end: int) -> dict[str, np.ndarray]:
         draws = (np.random.default_rng([split == "train", i]) for i in range(start, end))
-        samples = [self.sample(draw) | (self.weights(draw) if self.weighted else {}) for draw in draws]
+        more = self.pairs if self.paired else self.weights if self.weighted else lambda draw: {}
+        samples = [self.sample(draw) | more(draw) for draw in draws]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
@@ -166,8 +168,19 @@ class Tokens:
         """Some labels count less, some not at all, some the other way."""
         return {"label_weights": draw.choice([1.0, 0.1, 0.0, 3.0, -0.2], self.model.length)}
 
+    def pairs(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
+        """One pair or two of answers that lie anywhere, of which some labels count."""
+        answers = draw.integers(-1, 4 if self.model.length > 8 else 2, self.model.length)
+        answers[:4] = [0, 1, 2, 3] if answers.max() > 1 else [0, 1, 0, 1]
+        counts = answers >= 0
+        labels = np.where(counts, draw.integers(0, self.vocab, len(answers)), -1)
+        weights = np.where(counts, 1 / np.maximum(np.bincount(answers[counts] // 2, minlength=2), 1)[answers // 2], 0.0)
+        references = np.where(counts, -draw.random(len(answers)) * 5, 0.0)
+        return {"labels": labels, "paired": answers, "label_weights": weights, "references": references}
+
     def predicted(self, split: str, start: int, end: int) -> int:
-        return int((self.batch(split, start, end)["labels"] >= 0).sum())
+        batch = self.batch(split, start, end)
+        return int(round(batch["label_weights"].sum()) if self.paired else (batch["labels"] >= 0).sum())
 
     def encode(self, text: str) -> list[int]:
         return [b % self.vocab for b in text.encode()]
@@ -327,11 +340,12 @@ _serial: dict[str, Result] = {}
 
 def serial(c: Config) -> Result:
     """One process: the same model, batch and optimizer without any parallelism. Computed once per model."""
-    key = repr((c.model, c.train.global_batch, c.train.loss, c.data.objective, c.optimizer, c.seed))
+    loss = c.train.loss, c.train.loss_settings
+    key = repr((c.model, c.train.global_batch, loss, c.data.objective, c.optimizer, c.seed))
     if key not in _serial:
         one = configure(global_batch=c.train.global_batch, microbatch=c.train.global_batch)
         one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
-        one.train.loss, one.data.objective = c.train.loss, c.data.objective
+        (one.train.loss, one.train.loss_settings), one.data.objective = loss, c.data.objective
         _serial[key] = run(one)[1][0]
     return _serial[key]
 

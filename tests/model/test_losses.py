@@ -56,7 +56,7 @@ def test_what_is_no_loss(reason):
 def test_a_name_that_nobody_registers():
     c = configure()
     c.train.loss = "mine"
-    assert refused(c) == "train.loss=mine: unknown; nearest legal: '', cross_entropy"
+    assert refused(c) == "train.loss=mine: unknown; nearest legal: '', cross_entropy, dpo, ipo, simpo"
     c.train.loss, c.data.objective = "", "own"
     register_objective("own", lambda shape: Causal(shape.length), loss="theirs")
     expected = "data.objective=own: comes with the loss theirs, which nothing registers; nearest legal: a name that"

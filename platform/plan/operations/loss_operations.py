@@ -6,8 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS
-from platform.plan.operation_plan import PlannedOperation, computes_gradients_in_forward, loss_chunk_rows
+from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS, PAIRED, REFERENCES
+from platform.plan.operation_plan import (
+    ANSWER_SUMS,
+    Collective,
+    PlannedOperation,
+    answer_slots,
+    computes_gradients_in_forward,
+    is_paired,
+    loss_chunk_rows,
+)
 from platform.plan.operations.einsums import meter_converted_group
 from platform.plan.operations.op import Gradients, Op, Saved, Value, assemble_plan, token_fields
 
@@ -23,6 +31,8 @@ class CrossEntropyOp(Op):
 
     def record_operation(self, ops, name, logits, spec, labels, smoothing=0.0):
         reads, attributes = [labels, LABEL_WEIGHTS if ops.loss.weighted else None], {"loss": ops.loss.name}
+        if ops.loss.paired:
+            reads, attributes = [*reads, PAIRED, REFERENCES], {**attributes, "paired": True}
         return ops.record_operation(self.kind, name, [logits], [spec], [], reads, smoothing=smoothing, **attributes)
 
     def plan_operation(self, planner, operation) -> PlannedOperation:
@@ -32,12 +42,19 @@ class CrossEntropyOp(Op):
         layout, shape = planner.layout(spec), planner.local_shape(spec)
         over = layout["vocab"]
         rows = prod(shape) // shape[spec.dims.index("vocab")]
-        sums = 3 if operation["smoothing"] or operation["loss"] != CROSS_ENTROPY else 2
+        own = operation["loss"] != CROSS_ENTROPY and not is_paired(operation)
+        sums = 3 if operation["smoothing"] or own else 2
         cuts = planner.cuts_among_dims(spec, layout, [d for d in spec.dims if d != "vocab"])
         statistics = [
             *planner.statistics_collectives(over, layout.only, rows, "forward", cuts=cuts),
             *planner.statistics_collectives(over, layout.only, sums * rows, "forward", cuts=cuts),
         ]
+        if is_paired(operation):
+            sequences, apart = rows // shape[spec.dims.index("length")], ["batch"]
+            answers = ANSWER_SUMS * sequences * answer_slots(planner.tensor_sizes(spec)["length"])
+            cuts, axes = planner.cuts_among_dims(spec, layout, apart), layout["length"]
+            collective = Collective("all_reduce", axes, answers, "metrics", "forward", layout.only, 0, cuts)
+            statistics += [collective] if axes else []
         labels = token_fields(planner, spec, layout.restrict_dims([d for d in spec.dims if d != "vocab"]))
         return assemble_plan(planner, operation, layout, statistics=statistics, over=over, **labels)
 
