@@ -24,6 +24,7 @@ from platform.data.source_kind import UNREAD
 logger = logging.getLogger(__name__)
 
 ALPACA_INPUT = "input"
+CHOSEN, REJECTED, PROMPT = "chosen", "rejected", "prompt"  # fields of a record of preferences
 _FORMS = {  # whose records have these fields: data.field, data.target_field, data.input_field
     "ShareGPT": ("conversations", "", ""),
     "OpenAI": ("messages", "", ""),
@@ -33,7 +34,7 @@ _FORMS = {  # whose records have these fields: data.field, data.target_field, da
 _KEYS = ("field", "target_field", "input_field")
 _UNNAMED = ("messages", "text")  # data.field as the group has it: records are recognised by their fields
 _BESIDE = ("tools", "system")  # fields beside a conversation that are read
-UNKNOWN = ("functions", "history", "chosen", "rejected")  # and fields that are refused
+UNKNOWN = ("functions", "history", CHOSEN, REJECTED)  # and fields that are refused
 _FIELDS = [*dict.fromkeys([*(name for form in _FORMS.values() for name in form if name), *_BESIDE, *UNKNOWN])]
 _CALL, _ANSWERED = "function_call", "tool"
 _SHAREGPT = {
@@ -41,6 +42,14 @@ _SHAREGPT = {
     **{"human": "user", "user": "user", "system": "system", "observation": _ANSWERED, _ANSWERED: _ANSWERED},
 }  # the name of a role
 _WEIGHTS = ("weight", "train")  # of a message: whether it is learned
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Pair of answers to one prompt, as two conversations: the chosen one and the rejected one."""
+
+    chosen: Instruction
+    rejected: Instruction
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,55 @@ def read_instructions(
                 if instruction := _parse_instruction(kept, named, f"{key}={file}: {place}", place):
                     yield number, instruction
                     number += 1
+
+
+def read_preferences(files: Sequence[DataFile], data: Data, key: str = "data.path") -> Iterator[tuple[int, Preference]]:
+    """Yield (number, pair of answers) of each record in data files: its fields `chosen` and `rejected` answer its
+    `prompt`, texts or lists of messages, or, without one, begin with it: with the same messages, or the same text.
+    Raises ConfigError as `read_instructions` does, and for answers that are equal."""
+    data = replace(data, field=PROMPT, target_field="completion", input_field=UNREAD)
+    fields = [PROMPT, CHOSEN, REJECTED, *_BESIDE, *UNKNOWN]
+    number = 0
+    for file in files:
+        with name_file_in_errors(file, key):
+            for place, values in ROWS[uncompressed_suffix(file)](file, fields):
+                kept = {k: v for k, v in values.items() if k not in data.unread and v is not None}
+                if pair := _parse_preference(kept, data, f"{key}={file}: {place}", place):
+                    yield number, pair
+                    number += 1
+
+
+def _parse_preference(values: Mapping[str, Any], data: Data, where: str, place: str) -> Preference | None:
+    """Return the pair of answers that a data record's values hold, None if one is blank; arguments as of
+    `_parse_instruction`. Raises ConfigError."""
+    answers: list[Any] = [values.get(name) for name in (CHOSEN, REJECTED)]
+    chosen, rejected = answers
+    kinds = {type(answer) for answer in answers}
+    if kinds not in ({str}, {list}):
+        reason = "needs fields chosen and rejected, both texts or both lists of messages"
+        raise ConfigError(f"{place} {reason}; its fields: {', '.join(values) or 'none'}")
+    if chosen == rejected:
+        raise ConfigError(f"{place}: chosen and rejected are equal, and a pair needs two answers")
+    rest = {name: value for name, value in values.items() if name not in (CHOSEN, REJECTED)}
+    prompt = rest.get(PROMPT)
+    if prompt is None:
+        same = _count_common_beginning(chosen, rejected)
+        prompt, answers = chosen[:same], [answer[same:] for answer in answers]
+        if not prompt:
+            raise ConfigError(f"{place} has no field prompt, nor do chosen and rejected begin with the same one")
+    elif kinds == {list} and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    both = [
+        _parse_instruction({**rest, PROMPT: prompt, "completion": answer}, data, where, place) for answer in answers
+    ]
+    return Preference(*both) if both[0] and both[1] else None  # type: ignore[arg-type]
+
+
+def _count_common_beginning(chosen: Any, rejected: Any) -> int:
+    """Return how many messages or characters of two answers are their prompt: all that they begin with in common."""
+    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    same = min(len(chosen), len(rejected)) if same is None else same
+    return same - 1 if same and isinstance(chosen, str) and chosen[same - 1] == " " else same
 
 
 def _adapt_keys_to_record(values: Mapping[str, Any], data: Data, source: str) -> Data:

@@ -401,6 +401,7 @@ class _CorpusOpener:
         packing_options: dict[str, Any] = {
             "end": special.end,
             "keeps_documents_apart": data.document_mask,
+            "together": find_source_kind(data).together,
             "trusted": trusted,
         }
         return packing.pack_streams(streams, place, self.length, begin, data.overlong, **packing_options)

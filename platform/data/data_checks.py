@@ -16,7 +16,7 @@ from platform.data.objectives import Objective, name_objective_in_errors
 from platform.data.source_kind import KINDS, find_source_kind, is_streamed
 from platform.data.tokenizer import extra_special_tokens, load_named_vocabulary, read_chat_template
 from platform.plan.layout import format_count
-from platform.plan.model_types import LABEL_WEIGHTS
+from platform.plan.model_types import LABEL_WEIGHTS, REFERENCES
 
 _AT_ONCE = 1024  # samples whose labels are counted at once
 _LOOKED = 1 << 26  # tokens of samples in which a label is looked for; later ones are refused when they are trained on
@@ -118,12 +118,12 @@ def check_sample(name: str, batch: Callable[[], Mapping[str, Any]], lengths: Map
         raise ConfigError(f"data.objective={name}: {reason}")
     for tensor_name, length in lengths.items():
         shape, dtype = np.shape(tensors[tensor_name]), np.asarray(tensors[tensor_name]).dtype
-        kind = np.dtype(np.float64 if tensor_name == LABEL_WEIGHTS else np.int64)
+        kind = np.dtype(np.float64 if tensor_name in (LABEL_WEIGHTS, REFERENCES) else np.int64)
         if shape != (1, length) or dtype != kind:
             description = f"makes {tensor_name!r} as {dtype} of shape {list(shape)}"
             reads = f"the model reads {kind} [1, {length}]"
             raise ConfigError(f"data.objective={name}: {description} for one sample; {reads}")
-        if not np.isfinite(tensors[tensor_name]).all():
+        if tensor_name != REFERENCES and not np.isfinite(tensors[tensor_name]).all():  # workers make these later
             raise ConfigError(f"data.objective={name}: makes {tensor_name!r} with a weight that is no finite number")
 
 

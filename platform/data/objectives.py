@@ -155,6 +155,64 @@ class Causal:
 
 
 @dataclass(frozen=True)
+class PreferencePairs:
+    """Objective of pairs of answers, of which a model learns to prefer the chosen ones. A sample is a packed row of
+    whole pairs: for each the prompt with the chosen answer, and again with the rejected one, as documents that do not
+    see each other. Its loss is a mean over pairs."""
+
+    length: int
+    special: SpecialIds = OWN
+    within = True
+    reserved = 0
+
+    @property
+    def _causal(self) -> Causal:
+        """Return the objective that reads the same rows for next-token prediction."""
+        return Causal(self.length, self.special, True)
+
+    @property
+    def needs(self) -> int:
+        """Return how many tokens of a stream one sample of pairs of answers takes: its length, and one more."""
+        return self._causal.needs
+
+    def samples(self, stream: Any) -> int:
+        """Return how many rows of pairs of answers a packed token stream has."""
+        return self._causal.samples(stream)
+
+    def token_positions(self, stream: Any, index: Ints) -> Ints:
+        """Return the stream positions of the tokens of packed rows of pairs of answers, [len(index), length]."""
+        return self._causal.token_positions(stream, index)
+
+    def batch(self, stream: Any, index: Ints, keys: Keys) -> dict[str, Ints]:
+        """Return rows `index` of a packed token stream as of `Causal`, and of each label: in `paired` the number of its
+        answer in the row, 2 n of pair n's chosen one and 2 n + 1 of its rejected one, else -1; in `label_weights` its
+        share of its pair; in `references` the answer's reference log-probability at its first label, else 0."""
+        tensors, starts = self._causal.batch(stream, index, keys), known_document_starts(stream)
+        assert starts is not None and stream.references is not None
+        place, counts = stream.token_positions(index, self.length), tensors["labels"] >= 0
+        document = np.searchsorted(starts, place, "right") - 1
+        begins_pair = (document % 2 == 0) & (place >= 0) & (tensors["positions"] == 0)
+        pair = np.cumsum(begins_pair, 1) - 1
+        answer = np.where(counts, 2 * pair + document % 2, PADDING)
+        key = np.arange(len(index))[:, None] * self.length + pair
+        labels_of_pair = np.bincount(key[counts], minlength=key.max() + 1)
+        weights = np.divide(1.0, labels_of_pair[key], out=np.zeros(key.shape), where=counts)
+        first = counts & (np.cumsum(counts, 1) - 1 == self._count_labels_before(counts, tensors["begins"]))
+        references = np.where(first, stream.references[np.maximum(document, 0)], 0.0)
+        return {**tensors, "paired": answer, "label_weights": weights, "references": references}
+
+    @staticmethod
+    def _count_labels_before(counts: NDArray[np.bool_], begins: Ints) -> Ints:
+        """Return how many labels of a row lie before the document of each token of pairs of answers."""
+        before: Ints = np.cumsum(counts, 1) - counts
+        return np.take_along_axis(before, begins, 1)
+
+    def predicted(self, stream: Any, index: Ints) -> int:
+        """Count the pairs of answers in rows `index` of a packed token stream, over which the loss is a mean."""
+        return int((stream.rows[index + 1] - stream.rows[index]).sum())
+
+
+@dataclass(frozen=True)
 class Masked:
     """Masked objective (BERT, 3.1): predicts some tokens from all others. Of the predicted ones, 80 % are replaced by
     the mask, 10 % by a random token, and 10 % stay. `segments`: number of segments of a sample that the model
@@ -333,6 +391,7 @@ class Pairs:
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "causal": lambda s: Causal(s.length, s.special, s.document_mask),
+    "preference": lambda s: PreferencePairs(s.length, s.special),
     "masked": lambda s: Masked(s.length, s.vocab, s.segments, s.special),
     "span_denoising": lambda s: SpanDenoising(s.source_length, s.length, s.vocab, s.special),
     "pairs": lambda s: Pairs(s.source_length, s.length, s.special),
@@ -407,7 +466,13 @@ def _draw_span_lengths(keys: Keys, salt: int, total: int, spans: int) -> Ints:
 
 
 # Words in the keys of cache entries: another name of a class changes none.
-_WORDS: dict[type, str] = {Causal: "Causal", Masked: "Masked", SpanDenoising: "SpanDenoising", Pairs: "Pairs"}
+_WORDS: dict[type, str] = {
+    Causal: "Causal",
+    PreferencePairs: "PreferencePairs",
+    Masked: "Masked",
+    SpanDenoising: "SpanDenoising",
+    Pairs: "Pairs",
+}
 
 
 def build_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) -> Objective:

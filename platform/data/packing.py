@@ -23,7 +23,13 @@ from platform.boundary import schema
 from platform.boundary.schema import Malformed, OneOf, Span
 from platform.boundary.terminal import show_phase
 from platform.data import cache
-from platform.data.streams import Ints, PackedStream, find_document_starts, map_array, token_loss_mask
+from platform.data.streams import (
+    Ints,
+    PackedStream,
+    find_document_starts,
+    map_array,
+    token_loss_mask,
+)
 from platform.plan.layout import LEAST_PIECE, MOST_ROUNDS, zigzag_order
 
 # Orders of the documents in packed rows, by which ranks that share a row have equal work.
@@ -112,6 +118,7 @@ def _draw_integers(keys: Ints, number: Ints) -> NDArray[np.uint64]:
 
 logger = logging.getLogger(__name__)
 FORMAT = 1  # of an entry: raise it when the same documents would give other rows
+_TREATMENTS = {"split": "split over rows", "cut": "cut", "drop": "dropped"}  # of longer documents than a row
 _COUNT = Annotated[int, Span(0, 1 << 50)]
 
 
@@ -124,20 +131,23 @@ def pack_streams(
     *,
     end: int = -1,
     keeps_documents_apart: bool = False,
+    together: int = 1,
     trusted: bool = False,
 ) -> dict[str, PackedStream]:
     """Return token streams packed into rows of `length` tokens, by split: whole documents laid end to end. The rows are
     kept beside `tokens`, the cache entry of the streams, made by the first process that asks; `trusted`: another
     process of this run has verified them. `begin`: the token with which a document begins, where the entry does not
     know; `end`: the token with which a document ends, perhaps the same one. `overlong`: what becomes of documents
-    that are longer than a row (`best_fit`); `keeps_documents_apart`: no token sees another document. Rows without a
-    token to learn are left out, unless all are. Raises ConfigError, OSError, Malformed."""
+    that are longer than a row (`best_fit`); `keeps_documents_apart`: no token sees another document; `together`:
+    number of documents in turn that lie in one row, as one (2 of a pair of answers). Rows without a token to learn are
+    left out, unless all are. Raises ConfigError, OSError, Malformed."""
     masked = any(token_loss_mask(stream) is not None for stream in streams.values())
     policy = [
         *([] if overlong == "split" else [overlong]),
         *([f"even {EVEN_ROWS_FORMAT}"] if keeps_documents_apart else []),
     ]
     policy += ["labelled"] if masked else []
+    policy += [f"by {together}"] if together > 1 else []
     entry = tokens.parent / cache.hash_cache_key(["packed", FORMAT, tokens.name, length, begin, *policy])
     sizes = {split: len(stream) for split, stream in streams.items()}
     whole = overlong == "split" and not masked
@@ -147,14 +157,14 @@ def pack_streams(
         """Pack each split's documents into rows, written to the cache entry `folder`; return their numbers."""
         counts, left_out = {}, {}
         for split, stream in streams.items():
-            bounds, remarks = np.append(find_document_starts(stream, begin), len(stream)), []
+            starts, remarks = find_document_starts(stream, begin), []
+            bounds = np.append(starts[::together], len(stream))
             if longer := int((np.diff(bounds) > length).sum()):
-                treatment = {"split": "split over rows", "cut": "cut", "drop": "dropped"}[overlong]
-                count, are = len(bounds) - 1, f"are longer than a row of {length} tokens, and are {treatment}"
-                remarks.append(f"{longer} of {count} documents {are}")
+                are = f"are longer than a row of {length} tokens, and are {_TREATMENTS[overlong]}"
+                remarks.append(f"{longer} of {len(bounds) - 1} {'documents' if together == 1 else 'pairs'} {are}")
             with show_phase("packing documents into rows"):
                 packed = best_fit(bounds, length, overlong)
-                pieces, rows = _leave_out_unlabelled_rows(stream, *packed, bounds[:-1], end)
+                pieces, rows = _leave_out_unlabelled_rows(stream, *packed, starts, end)
                 if unlabelled := len(packed[1]) - len(rows):
                     left_out[split] = unlabelled
                     remarks.append(f"{unlabelled} of {len(packed[1]) - 1} rows teach nothing and are left out")
@@ -169,7 +179,8 @@ def pack_streams(
     rows_by_split = (
         cache.open_trusted_entry(entry, read) if trusted else cache.fetch_entry(entry, write_packed_rows, read)
     )
-    return {split: PackedStream(stream, *rows_by_split[split]) for split, stream in streams.items()}
+    unknown = {split: np.full(len(s.starts), np.nan) for split, s in streams.items() if together > 1}  # references
+    return {split: PackedStream(s, *rows_by_split[split], unknown.get(split)) for split, s in streams.items()}
 
 
 def _mask_learned_successors(stream: Any, starts: Ints, end: int) -> NDArray[np.bool_]:

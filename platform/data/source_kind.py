@@ -149,7 +149,7 @@ class SourceKind:
     tokenizer, None if it holds tokens; `endings`: suffixes of its files in a folder; `starts`: document
     boundaries are stored in starts.bin, because the tokens do not mark them; `learned`: the tokens to predict are
     stored too, in learned.bin; `blockwise`: it can be streamed; `rules`: version of the
-    reader, 0 for an earlier one."""
+    reader, 0 for an earlier one; `together`: documents in turn that are one of its own, 2 of pairs of answers."""
 
     find: Callable[[Data], Sequence[DataFile]]
     read: Callable[[Sequence[DataFile], Data, str], Documents]
@@ -162,6 +162,7 @@ class SourceKind:
     learned: bool = False
     blockwise: bool = True
     rules: int = 0
+    together: int = 1
 
     def group_files(self, files: Sequence[DataFile]) -> list[Sequence[DataFile]]:
         """Return the files of a data source in groups, each of which can be read without the others."""
@@ -244,7 +245,7 @@ class SourceKind:
             documents = self.read(files, data, "data.path")
             return (numbered_document for numbered_document in documents if (numbered_document[0] in chosen) == held)
 
-        tail = 0.0 if held_out_files or chosen else data.validation
+        tail = 0.0 if held_out_files or chosen or self.together > 1 else data.validation
         size = sum(sizes)
         return Splits(read_split, lambda: self._gather_texts(read_split(False), size), len(sizes), size, tail)
 

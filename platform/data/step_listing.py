@@ -16,12 +16,12 @@ import numpy as np
 
 from platform.boundary.redaction import redact_secrets
 from platform.boundary.terminal import escape_unprintable
-from platform.config.fields import training_objective_name
+from platform.config.fields import PREFERENCE, training_objective_name
 from platform.data.html_head import html_head, policy_hash
 from platform.data.step_view import StepSequence, StepView, TokenTexts, describe_reader
 from platform.data.streams import PADDING
 from platform.plan.layout import format_count
-from platform.plan.model_types import LABEL_WEIGHTS
+from platform.plan.model_types import LABEL_WEIGHTS, PAIRED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,12 +42,15 @@ class Fragment(NamedTuple):
     about: str = ""
 
 
+_PLAIN = "weight 1"  # of a label, which goes without saying
+
+
 class _Token(NamedTuple):
-    """Token of a line: with the weight of its prediction, None if it is not learned; the token that is read in its
-    place, if it is another one; and True if a document begins with it."""
+    """Token of a line: with what its prediction counts, in words, None if it is not learned; the token that is read in
+    its place, if it is another one; and True if a document begins with it."""
 
     id: int
-    weight: float | None = None
+    weight: str | None = None
     instead: int | None = None
     begins: bool = False
 
@@ -64,10 +67,13 @@ def build_sequence_fragments(sequence: StepSequence, texts: TokenTexts, begin: i
     return lines | {"": [*_line_fragments([*form(tensors, begin)], texts)]}
 
 
-def _loss_weights_by_place(tensors: Mapping[str, Any]) -> list[float | None]:
-    """Return the weight in the loss of the label at each place of a sequence, None where none is predicted."""
-    weights = tensors.get(LABEL_WEIGHTS, np.ones(len(tensors["labels"])))
-    return [w if label >= 0 else None for label, w in zip(tensors["labels"].tolist(), weights.tolist(), strict=True)]
+def _loss_weights_by_place(tensors: Mapping[str, Any]) -> list[str | None]:
+    """Return the weight in the loss of the label at each place, or its side of a pair, in words; None without one."""
+    weights = tensors.get(LABEL_WEIGHTS, np.ones(len(tensors["labels"]))).tolist()
+    words = [f"weight {weight:g}" for weight in weights]
+    if PAIRED in tensors:
+        words = ["rejected" if answer % 2 else "chosen" for answer in tensors[PAIRED].tolist()]
+    return [word if label >= 0 else None for label, word in zip(tensors["labels"].tolist(), words, strict=True)]
 
 
 def _mark_document_borders(tensors: Mapping[str, Any], begin: int) -> list[bool]:
@@ -114,12 +120,12 @@ def _line_fragments(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fra
     shown_tokens = [token for token in tokens if token.id != PADDING]
     spelled = texts.spell_tokens([token.id for token in shown_tokens])
     read_texts = texts.spell_tokens([token.id if token.instead is None else token.instead for token in shown_tokens])
-    weight: float | None = 1.0
+    weight: str | None = _PLAIN
     for place, (token, text, instead) in enumerate(zip(shown_tokens, spelled, read_texts, strict=True)):
         if token.begins:
             yield Fragment("▌", BORDER, "a document begins")
         if token.weight is not None and token.weight != weight:
-            yield Fragment(f"⟨weight {token.weight:g}⟩", NOTE)
+            yield Fragment(f"⟨{token.weight}⟩", NOTE)
             weight = token.weight
         about = f"token {token.id}, place {place}"
         if token.instead is not None:
@@ -127,7 +133,7 @@ def _line_fragments(tokens: Sequence[_Token], texts: TokenTexts) -> Iterator[Fra
         if token.weight is None:
             yield Fragment(text, READ, f"{about}: read, not learned")
         else:
-            yield Fragment(text, LEARNED, f"{about}: learned, weight {token.weight:g}")
+            yield Fragment(text, LEARNED, f"{about}: learned, {token.weight}")
     if padding := len(tokens) - len(shown_tokens):
         yield Fragment(f" ({padding} of padding)", NOTE)
 
@@ -156,10 +162,13 @@ def format_step_heading(view: StepView) -> list[str]:
     c, (first, end) = view.taken.config, view.taken.samples
     tokens = format_count(view.num_sequences * view.taken.length, "token", ",")
     cut = f", each cut into {view.pieces_per_sample}" if view.pieces_per_sample > 1 else ""
+    objective = training_objective_name(c)
+    learned = f"{format_count(view.num_labels, 'pair', ',')} of answers" if objective == PREFERENCE else ""
+    learned = learned or f"{view.num_labels:,}"
     lines = [
         f"step {view.taken.step} of {c.train.steps} learns from {format_count(view.num_sequences, 'sequence', ',')}"
         f" of {view.taken.length} tokens: samples {first:,} to {end - 1:,} of the run's order{cut}",
-        f"{tokens}, {view.num_labels:,} learned; data={c.data.kind}, data.objective={training_objective_name(c)}",
+        f"{tokens}, {learned} learned; data={c.data.kind}, data.objective={objective}",
     ]
     if view.taken.plan:
         plan = view.taken.plan

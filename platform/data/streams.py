@@ -45,6 +45,8 @@ class PackedStream:
     pieces: Ints
     rows: Ints
     left_out: int = 0
+    # of pairs of answers: the log-probability that a reference model gives each document, NaN until it is known
+    references: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         """Return the number of tokens in the stream beneath the packed rows, also of tokens that are in no row."""

@@ -31,7 +31,7 @@ from platform.config.extensions import bind_settings_object, register_own_functi
 from platform.config.fields import Data
 from platform.data import data_files, source_kind, tokenizer
 from platform.data.chat_templates import ANSWERS, Conversation, Parts, list_spellings, read_message_text
-from platform.data.conversations import UNKNOWN, Instruction, read_instructions
+from platform.data.conversations import UNKNOWN, Instruction, Preference, read_instructions, read_preferences
 from platform.data.data_files import (
     ROWS,
     DataFile,
@@ -120,6 +120,28 @@ KINDS["instructions"] = SourceKind(
     starts=True,
     learned=True,
     rules=1,
+)
+
+
+def encode_preferences(vocabulary: Vocabulary | None, documents: Documents, characters: int) -> Iterator[Encoded]:
+    """Yield the token ids of pairs of answers: two documents each, the chosen one first, as conversations are."""
+    both = (side for _, pair in documents for side in (pair.chosen, pair.rejected))
+    yield from encode_instructions(vocabulary, enumerate(both), characters)
+
+
+def _texts_of_preference(pair: Preference) -> list[str]:
+    """Return the texts of a pair of answers, for a tokenizer to be trained on."""
+    return [*pair.chosen.message_texts, *pair.rejected.message_texts]
+
+
+KINDS["preferences"] = replace(
+    KINDS["instructions"],
+    read=read_preferences,
+    encode=encode_preferences,
+    content=lambda data, files: ["preferences", *hash_file_contents(files), *sorted({*data.unread})],
+    texts=_texts_of_preference,
+    size=lambda pair: sum(map(len, _texts_of_preference(pair))),
+    together=2,
 )
 
 
