@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from platform.config.fields import Config
+from platform.config.fields import Config, training_loss_name
 from platform.config.ramps import find_sequence_length, list_remaining_lengths, step_sample_range
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
@@ -25,6 +25,7 @@ from platform.plan.scheme import lent_by_layer
 from platform.plan.simulate import StageRows
 from platform.plan.step_collectives import counts_at, grad_norm_slices
 from platform.runtime import flat_buffers
+from platform.runtime.chunked_loss import PairLoss
 from platform.runtime.clock import ClockReading, SectionClock
 from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import CompileTrial
@@ -370,9 +371,17 @@ class Trainer:
         return self.weights.use_averages() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
-    def compute_mean_loss(self, split: str, end: int) -> float:
-        """Compute the mean loss per token over the first `end` samples of the data's `split`; equal on every rank."""
+    def compute_mean_loss(self, split: str, end: int, measure: PairLoss | None = None) -> float:
+        """Compute the mean loss per token, or per pair of answers, over the first `end` samples of the data's `split`;
+        equal on every rank. `measure`: function of pairs that takes the loss's place."""
         passes = self.passes_of_length(self.config.model.length)
+        if measure:
+            name, losses = training_loss_name(self.config), passes.ops.losses
+            passes.ops.losses = {**losses, name: measure}
+            try:
+                return self.compute_mean_loss(split, end)
+            finally:
+                passes.ops.losses = losses
         total = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         for first in range(0, end, passes.batch):
             PROGRESS.note_call_progress(first, end)

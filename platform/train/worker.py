@@ -26,6 +26,7 @@ from platform.checkpoint.snapshots import RankSnapshots, find_copy_peers
 from platform.config.fields import Config, SentConfig
 from platform.config.identity import find_checkpoint_url
 from platform.data.corpus import open_run_corpus
+from platform.model.losses import pair_measures
 from platform.optimizer.optimizers import preload_imports
 from platform.plan.layout import Mesh
 from platform.plan.plan_data import plan_digest
@@ -56,10 +57,11 @@ class Worker(RecordingWorker):
     CPU.
 
     The driver's calls in a generation are, in order: `prove_environment`, `join_mesh`, `build_trainer`, perhaps
-    `restore_checkpoint`, `recover_state` or `load_initial_weights`, and `rehearse_steps`; then `step`, `take_snapshot`,
-    `copy_state`, `write_checkpoint`, `await_checkpoint`, `evaluate_splits`, `continue_texts` and `score_texts`, each on
-    all ranks; then `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on
-    the others stand for many a `step`. A step may lie between `begin_profile` and `end_profile`.
+    `restore_checkpoint`, `recover_state` or `load_initial_weights`, `take_references` and `rehearse_steps`; then
+    `step`, `take_snapshot`, `copy_state`, `write_checkpoint`, `await_checkpoint`, `evaluate_splits`, `measure_pairs`,
+    `continue_texts` and `score_texts`, each on all ranks; then `leave`. The last call of all is `close`. In a large
+    world `lead` on rank 0 and `follow` on the others stand for many a `step`. A step may lie between `begin_profile`
+    and `end_profile`.
     """
 
     trainer: Trainer | None = None  # from `build_trainer` to `leave`, as are these
@@ -340,11 +342,25 @@ class Worker(RecordingWorker):
         assert self.state
         return attempt_fill(self.state.load_initial_weights)
 
+    def take_references(self, references: dict[str, list[float]]) -> None:
+        """Take the log-probability of each answer of this worker's data by the reference, by SPLIT/SOURCE."""
+        assert self.trainer
+        for part in self.trainer.corpus.parts:
+            for split, stream in part.streams.items():
+                stream.references[:] = references[f"{split}/{part.name}"]
+
     def evaluate_splits(self, samples: dict[str, int]) -> dict[str, float]:
         """Return the mean loss per token of each data split over its first samples; `samples`: split -> count."""
         assert self.trainer
         with self.trainer.use_evaluation_weights():
             return {split: self.trainer.compute_mean_loss(split, count) for split, count in samples.items()}
+
+    def measure_pairs(self, samples: dict[str, int]) -> dict[str, dict[str, float]]:
+        """Return this worker's mean accuracy and margin on pairs of answers, by split; `samples`: split -> count."""
+        assert self.trainer
+        measures, mean = pair_measures(self.config), self.trainer.compute_mean_loss
+        with self.trainer.use_evaluation_weights():
+            return {s: {word: mean(s, n, m) for word, m in measures.items()} for s, n in samples.items()}
 
     @contextmanager
     def _use_generator(self) -> Iterator[TextGenerator]:

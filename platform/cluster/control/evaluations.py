@@ -23,7 +23,7 @@ from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, T, Worker
 from platform.cluster.crew.job import count_threads, usable_cores
 from platform.cluster.resources import launcher_kind
-from platform.config.fields import Config
+from platform.config.fields import Config, training_loss_name
 from platform.config.ramps import find_sequence_length
 from platform.monitor import MetricsRow, events
 from platform.monitor.step_parts import (
@@ -37,6 +37,7 @@ from platform.monitor.step_parts import (
 from platform.monitor.timeline import StepForecast
 from platform.plan.generation_passes import batch_rows
 from platform.plan.layout import format_count
+from platform.plan.model_types import PAIR_LOSSES
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import REST, fold_into_measured_parts
 from platform.predict.calibration import fit_slowdowns
@@ -202,14 +203,31 @@ class Evaluations:
         for prompt, text in zip(asked.prompts, texts, strict=True):
             self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
             self._monitor.say(f"after step {step}: {text!r}")
-        return losses, self._score_tasks(crew, plan, step, within)
+        scores = self._score_tasks(crew, plan, step, within)
+        if training_loss_name(self._config) in PAIR_LOSSES:
+            scores = {**(scores or {}), **self._measure_pairs(crew, within)}
+        return losses, scores
+
+    def _measure_pairs(self, crew: Crew, within: float) -> dict[str, float]:
+        """Return preference/accuracy and preference/margin of the run's model on held-out pairs, means by share."""
+        validations, samples = self._corpus.validation_splits, self._count_validation_samples()
+        by_split = crew.call_ranks(Worker.measure_pairs, samples, within=within)[0]
+        total = sum(share for _, share in validations.values())
+        words = next(iter(by_split.values()), {})
+        means = {w: sum(by_split[s][w] * share for s, share in validations.values()) / total for w in words}
+        return {f"preference/{word}": value for word, value in means.items()}
+
+    def _count_validation_samples(self) -> dict[str, int]:
+        """Return how many samples of each held-out split an evaluation of the run reads."""
+        most = self._config.eval.batches * self._config.train.global_batch
+        splits = (split for split, _ in self._corpus.validation_splits.values())
+        return {split: min(most, self._corpus.count_samples(split)) for split in splits}
 
     def _validation_losses(self, crew: Crew, within: float) -> dict[str, float]:
         """Return the run's validation losses, source of data -> mean per token; "" is the mean of all, by share. Each
         held-out sample is read at most once: the last batch of a small split is shorter, or there are fewer."""
-        validations, most = self._corpus.validation_splits, self._config.eval.batches * self._config.train.global_batch
-        samples = {split: min(most, self._corpus.count_samples(split)) for split, _ in validations.values()}
-        by_split = crew.call_ranks(Worker.evaluate_splits, samples, within=within)[0]
+        validations = self._corpus.validation_splits
+        by_split = crew.call_ranks(Worker.evaluate_splits, self._count_validation_samples(), within=within)[0]
         losses = {name: by_split[split] for name, (split, _) in validations.items()}
         total = sum(share for _, share in validations.values())
         mean = sum(losses[name] * share for name, (_, share) in validations.items()) / total

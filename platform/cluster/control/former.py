@@ -13,6 +13,7 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase, warn_on_write_error
 from platform.cluster.control import examination
 from platform.cluster.control.recruiter import Recruiter, arrange_seats, find_rank_tiers, member_paths
+from platform.cluster.control.references import PairReferences
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import ByRank, Crew, Worker
 from platform.cluster.crew.failures import GaveUp, Member, Reform
@@ -76,7 +77,7 @@ class GenerationFormer:
         self._run, self._config, self._job = run, run.config, run.job
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self._corpus = str(run.corpus.entry or "")
-        self.recruiter, self.ledger = Recruiter(run), SnapshotLedger()
+        self.recruiter, self.ledger, self._references = Recruiter(run), SnapshotLedger(), PairReferences(run)
         self._proven: set[int] = set()
         self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
         self._shown = run.plan  # the plan that the user has seen
@@ -97,8 +98,7 @@ class GenerationFormer:
         schedules = build_schedules(replanned.config, plan.num_replicas)
         schedule = schedules[-1]
         number = self._journal.begin_generation()
-        mesh, new_digest = dict(plan.mesh.axes), plan_digest(plan)
-        alive = len(members)
+        mesh, new_digest, alive = dict(plan.mesh.axes), plan_digest(plan), len(members)
         forming = events.Forming(world_size=size, mesh=mesh, plan=new_digest, reason=replanned.reason, alive=alive)
         self._journal.write(forming)
         self._show_plan(plan, schedule, replanned.reason)
@@ -125,6 +125,7 @@ class GenerationFormer:
         step = self._recover_state(crew, source) if source else self._restore_state(crew, build, initializes=not init)
         if init and not step:
             self._load_initial_weights(crew)
+        self._references.hand_over(crew, plan, step)
         self._formed = True
         if uncompiled := built[0].uncompiled or self._rehearse_step(crew, job, step + 1):
             self._monitor.say(f"compile  off: {uncompiled}")
