@@ -477,6 +477,8 @@ class Model:
     norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
     norm_eps: float = key(1e-5, "what norms add to the variance; norms of latents add 1e-6", "> 0 and < 1")
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
+    input_norm: bool = key(True, "a layer reads the normalised stream; false: the stream as it is")
+    output_norm: bool = key(False, "normalise a layer's output before it is added to the stream")
     embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
     activation: str = key(
         "gelu",

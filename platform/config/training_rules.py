@@ -111,6 +111,15 @@ def _violations_of_attention_masks(config: Config) -> Iterator[str]:
         yield format_violation("model.window_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
 
 
+def _violations_of_norms(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each place of a model's norms that does not go with `post_norm`."""
+    m, reason = config.model, "model.post_norm=true has one norm a layer, after the sum"
+    if m.post_norm and not m.input_norm:
+        yield violation_of_key(config, "model.input_norm", reason, [True])
+    if m.post_norm and m.output_norm:
+        yield violation_of_key(config, "model.output_norm", reason, [False])
+
+
 def _violations_of_head_transform(config: Config) -> Iterator[str]:
     """Yield a refusal line if a gated activation is configured for the transform before the model's output."""
     m, gated = config.model, ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu")
@@ -187,6 +196,7 @@ MODEL_RULES = (
     _violations_of_latent_attention,
     _violations_of_rotary_positions,
     _violations_of_attention_masks,
+    _violations_of_norms,
     _violations_of_head_transform,
     _violations_of_position_buckets,
     _violations_of_label_smoothing,

@@ -140,23 +140,26 @@ class Norm(Layer):
 
 class Residual(Layer):
     """Base of layers with a norm and a residual connection: x + layer(norm(x)), or norm(x + layer(x)) as in the
-    original Transformer (`post_norm`)."""
+    original Transformer (`post_norm`). Without `input_norm` the layer reads x; with `output_norm` its result is
+    normalised before it is added."""
 
     def __init__(self, name: str, c: ModelConfig, shapes: StackSpecs):
-        """Construct the norm of a Transformer's residual layer `name`; `shapes`: Specs of its stack's activations."""
+        """Construct the norms of a Transformer's residual layer `name`; `shapes`: Specs of its stack's activations."""
         self.name, self.config, self.shapes = name, c, shapes
-        self.norm = Norm.build_model_norm(f"{name}.norm", c)
+        self.norm = Norm.build_model_norm(f"{name}.norm", c) if c.input_norm else None
+        self.output_norm = Norm.build_model_norm(f"{name}.output_norm", c) if c.output_norm else None
 
     def prepare_input(self, ops: Ops, x: Any) -> Any:
         """Return the layer's input from the Transformer's residual stream x: its norm, or x if norms come after."""
-        return x if self.config.post_norm else self.norm(ops, x, self.shapes.stream)
+        return x if self.config.post_norm or not self.norm else self.norm(ops, x, self.shapes.stream)
 
     def add_to_stream(self, ops: Ops, x: Any, y: Any, following: Residual | None = None) -> Any:
         """Add a Transformer layer's output y, with dropout, to the residual stream x; a post-norm model then normalises
         the sum. Return the new stream or, with a `following` layer, a pair: the new stream, and its norm, the input of
         that layer (see `prepare_input`)."""
-        name, stream, post = f"{self.name}.residual", self.shapes.stream, self.config.post_norm
-        if following and not post:
+        name, stream, post = f"{self.name}.residual", self.shapes.stream, self.norm if self.config.post_norm else None
+        y = self.output_norm(ops, y, stream) if self.output_norm else y
+        if following and following.norm and not post:
             return following.norm.add_and_normalise(ops, name, x, y, stream)
-        x = self.norm.add_and_normalise(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
+        x = post.add_and_normalise(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)
         return (x, x) if following else x

@@ -84,12 +84,14 @@ _OF_LAYERS = {
 }
 
 
-def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = ()) -> dict[str, Any]:
+def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = (), **of_layer: str) -> dict[str, Any]:
     """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts and what
-    else it has; `fused`: rows of the same in stacks."""
+    else it has; `fused`: rows of the same in stacks; `of_layer`: modules of a layer that are not Llama's, or hold
+    others of ours."""
+    modules = _OF_LAYERS | {f"model.layers.{{i}}.{k}": f"layers.{{i}}.{ours}" for k, ours in of_layer.items()}
     first = [*module_rows({"model.embed_tokens": "embedding"})]
     last = [*module_rows({"model.norm": "norm", "lm_head": "head"})]
-    forms = [[*first, *of_experts, *module_rows(_OF_LAYERS), *last] for of_experts in (experts, fused)]
+    forms = [[*first, *of_experts, *module_rows(modules), *last] for of_experts in (experts, fused)]
     return {
         "rows": forms[0],
         "prefix": "model.",
@@ -156,6 +158,23 @@ _QWEN2_RULES = [*_QWEN, LayerWindowRule(), _QWEN_FREE]
 _QWEN3_RULES = [*_QWEN, Renamed("head_dim", "d_kv", 128), BiasRule("attention_bias"), LayerWindowRule(), _QWEN_FREE]
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", {**LLAMA_FIXED, "attention_bias": "qkv"}, _QWEN2_RULES, **llama_names())
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**LLAMA_FIXED, "query_key_norm": True}, _QWEN3_RULES, **llama_names())
+
+
+# OLMo 2 (Walsh et al. 2025): a layer reads the stream, and its output is normalised; queries and keys over all heads
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    {**LLAMA_FIXED, "input_norm": False, "output_norm": True, "query_key_norm": True, "query_key_norm_over": "heads"},
+    [
+        *build_llama_rules(50304, 11008, 2048, None, eps=1e-5),
+        BiasRule("attention_bias"),
+        Free("", {"initializer_range": 0.02, **special_token_defaults(None, 50279, 1)}),
+    ],
+    **llama_names(
+        post_attention_layernorm="attention.output_norm",
+        post_feedforward_layernorm="mlp.output_norm",
+    ),
+)
 
 
 _LAYER = "model.layers.{i}"

@@ -197,6 +197,8 @@ model.experts=4 model.dense_layers=[1,4] | model.dense_layers=4: layers are 0 to
 model.experts=4 model.experts_every=2 model.dense_layers=[1,3] | model.dense_layers=[1, 3]: leaves no layer with | [1]
 model.d_rope=4 | model.d_rope=4: model.kv_latent=0 is no latent attention | 0
 model.d_value=4 model.q_latent=8 | model.q_latent=8: model.kv_latent=0 is no latent attention | 0
+model.post_norm=true model.input_norm=false | model.input_norm=false: model.post_norm=true has one norm a layer | true
+model.post_norm=true model.output_norm=true | model.output_norm=true: model.post_norm=true has one norm a layer | false
 model.kv_latent=8 | model.positions=learned: model.kv_latent=8 rotates a part of queries and keys | rope
 model.kv_latent=8 | model.attention_bias=all: model.kv_latent=8 has no biases | none
 model.kv_latent=8 model.d_rope=7 | model.d_rope=7: must be even, > 0 and < 32, the width of a head | 6, 8, 4

@@ -111,5 +111,12 @@ def draw_parts(r: Random, m: Model) -> None:
         m.window = r.choice((0, 1, 2, 3))
         m.window_layers = [] if not m.window else r.choice(([], [0], [m.layers - 1]))
     m.attention_sinks = Random(repr(m)).random() < 0.5
+    draw_norm_places(Random(repr(m)), m)
     if m.query_key_norm:
         m.query_key_norm_over = Random(repr(m)).choice(("head", "heads"))
+
+
+def draw_norm_places(r: Random, m: Model) -> None:
+    """Draw where a layer's norms stand."""
+    if not m.post_norm:
+        m.input_norm, m.output_norm = r.choice(((True, False), (False, True), (True, True)))

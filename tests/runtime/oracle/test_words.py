@@ -1,0 +1,33 @@
+"""Words of published families (where norms stand, what of a head rotates, factors, ...) under every kind of plan,
+against one process in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness.oracle import configure, prove
+
+LLAMA: dict[str, Any] = {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
+                         "tied": False}  # fmt: skip
+WORDS: dict[str, dict[str, Any]] = {
+    "norms of outputs": {"input_norm": False, "output_norm": True, "query_key_norm": True,
+                         "query_key_norm_over": "heads"},
+}  # fmt: skip
+PLANS: dict[str, dict[str, Any]] = {
+    "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
+    "1d_sp, stages": {"tensor": "1d_sp", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2, "recompute": "full"},
+    "ring": {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "global_batch": 16},
+    "dsp": {"branch": "dsp", "branch_axes": {"g": 2}, "microbatch": 4},
+    "3d": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}},
+}
+CASES = [(words, plan) for i, words in enumerate(WORDS) for plan in [*PLANS][i % 4 :] + [*PLANS][: i % 4]]
+FIRST = CASES[:: len(PLANS)]  # each words under one plan, each plan with some
+
+
+@pytest.mark.parametrize(
+    ("words", "plan"), [case if case in FIRST else pytest.param(*case, marks=pytest.mark.full) for case in CASES]
+)
+def test_equals_one_process(words, plan):
+    prove(configure(**{**LLAMA, **WORDS[words], **PLANS[plan]}))
