@@ -495,15 +495,22 @@ class Model:
         "halves", "positions=rope: what rotates with an element: the one half a head away, or its neighbour",
         ("halves", "neighbours"),
     )  # fmt: skip
+    rope_share: float = key(1.0, "positions=rope: share of a head's elements that rotate, its first", "> 0 and <= 1")
     rope_scaling: str = key(
-        "none", "positions=rope: how angles are scaled to longer sequences", ("none", "linear", "llama3", "yarn")
-    )
+        "none", "positions=rope: how angles are scaled to longer sequences",
+        ("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
+    )  # fmt: skip
     rope_factor: float = key(1.0, "rope_scaling: how much longer the sequences are", ">= 1")
-    rope_original_length: int = key(0, "rope_scaling=llama3, yarn: length before", ">= 0", most=2**24)
+    rope_original_length: int = key(0, "rope_scaling other than linear: length before", ">= 0", most=2**24)
     rope_low: float = key(1.0, "rope_scaling=llama3, yarn: pairs of fewer turns in that length are all scaled", "> 0")
     rope_high: float = key(4.0, "rope_scaling=llama3, yarn: pairs of more turns are not scaled", "> 0")
     rope_truncate: bool = key(True, "rope_scaling=yarn: the bounds of what is scaled are rounded to whole pairs")
-    rope_magnitude: float = key(0.0, "rope_scaling=yarn: factor on queries and keys; 0 = 0.1 ln(factor) + 1", ">= 0")
+    rope_short: list[float] = key([], "rope_scaling=longrope: divisor of each pair's angle in that length", "> 0")
+    rope_long: list[float] = key([], "rope_scaling=longrope: divisor of each pair's angle in longer sequences", "> 0")
+    rope_magnitude: float = key(
+        0.0, "rope_scaling=yarn, longrope: factor on queries and keys; 0 = 0.1 ln(factor) + 1, or"
+        " sqrt(1 + ln(factor) / ln(length before))", ">= 0",
+    )  # fmt: skip
     buckets: int = key(32, "positions=relative: entries of the bias table per head", ">= 4", most=2**16)
     distance: int = key(128, "positions=relative: positions farther apart than this share one entry", ">= 1")
     window: int = key(0, "attention sees so many tokens back, its own among them; 0 = all", ">= 0", most=2**24)

@@ -33,8 +33,8 @@ def _violations_of_attention(config: Config) -> Iterator[str]:
     if not m.d_kv and m.d_model % m.heads:
         constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
         yield violation_of_key(config, "model.heads", constraint, closest_values(m.heads, find_divisors(m.d_model)))
-    elif m.kv_latent:
-        pass  # what rotates is d_rope
+    elif m.kv_latent or m.rope_share < 1:
+        pass  # what rotates is d_rope, or a share
     elif m.positions == "rope" and m.d_kv % 2:
         yield violation_of_key(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
     elif m.positions == "rope" and not m.d_kv and m.d_model // m.heads % 2:
@@ -64,6 +64,8 @@ def _violations_of_latent_attention(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "model.positions", f"{latent} rotates a part of queries and keys", ["rope"])
     if m.kv_heads not in (0, m.heads):
         yield violation_of_key(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
+    if m.rope_share < 1:
+        yield violation_of_key(config, "model.rope_share", f"{latent} rotates model.d_rope elements", [1.0])
     if m.query_key_norm:
         yield violation_of_key(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
     if m.attention_sinks:
@@ -82,6 +84,18 @@ def _violations_of_rotary_positions(config: Config) -> Iterator[str]:
     unrotated = f"model.positions={m.positions} has no rotations"
     if m.rope_pairs != "halves" and m.positions != "rope":
         yield violation_of_key(config, "model.rope_pairs", unrotated, ["halves"])
+    if m.rope_share < 1 and m.positions != "rope":
+        yield violation_of_key(config, "model.rope_share", unrotated, [1.0])
+    d_kv = m.d_kv or m.d_model // m.heads
+    turned = m.d_rope if m.kv_latent else int(d_kv * m.rope_share)
+    if m.rope_share < 1 and (turned % 2 or not turned):
+        legal = closest_values(m.rope_share, [n / d_kv for n in range(2, d_kv + 1, 2)])
+        yield violation_of_key(config, "model.rope_share", f"rotates {turned} of {d_kv} elements: needs pairs", legal)
+    pairs = turned // 2 if m.rope_scaling == "longrope" else 0
+    for key in ("rope_short", "rope_long"):
+        if len(numbers := getattr(m, key)) != pairs:
+            constraint = f"has {len(numbers)} numbers; {kind} has one for each of {pairs} pairs"
+            yield format_violation(f"model.{key}", numbers, constraint, [[1.0] * pairs] if pairs < 9 else ())
     if m.rope_scaling == "none":
         return
     if m.positions != "rope":

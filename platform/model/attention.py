@@ -13,7 +13,7 @@ from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.feed_forward import Experts, FeedForward
-from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, dim_sizes, rotary_scaling
+from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, dim_sizes, rotary_scaling, rotary_width
 from platform.plan.model_types import Parameter, resize_dim, scores_spec
 from platform.plan.operations.registry import Ops
 
@@ -125,6 +125,7 @@ class Attention(Residual):
         self.causal, self.window, self.cross, self.memory = causal, window, memory is not None, memory or shapes
         self.scale = c.attention_scale or 1 / sqrt(c.d_kv or c.d_model // c.heads)
         self.scaling = rotary_scaling(c)
+        self.turned_part = {"width": rotary_width(c), "leading": True} if c.rope_share < 1 else {}
         out = STD / sqrt(2 * c.layers)
         q, kv = ("heads", "d_kv", "d_model"), ("kv_heads", "d_kv", "d_model")
         self.query = Parameter(f"{name}.query", q, "in", std=STD, decay=True, turned=True)
@@ -171,8 +172,9 @@ class Attention(Residual):
             k = self.key_norm(ops, k, s.key)
         if self.config.positions == "rope" and not self.cross:
             turn: dict[str, Any] = {"theta": self.config.rope_theta, "scaling": self.scaling}
-            q = ops.rotate(f"{self.name}.query", q, s.query, **turn, pairs=self.config.rope_pairs)
-            k = ops.rotate(f"{self.name}.key", k, s.key, **turn, pairs=self.config.rope_pairs)
+            turn |= {"pairs": self.config.rope_pairs, **self.turned_part}
+            q = ops.rotate(f"{self.name}.query", q, s.query, **turn)
+            k = ops.rotate(f"{self.name}.key", k, s.key, **turn)
             # in memory of its own, as that of the product of all three would be kept with it
             v = v if self.key_norm else ops.scale(v, s.key, 1.0)
         moves = [(f"{self.name}.query_core", q, s.query, s.core_query)]

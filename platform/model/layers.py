@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil, log
+from math import ceil, log, sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
@@ -59,9 +59,19 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
     """Return how a model scales the angles of its rotary positions, by its configuration; None if it does not."""
     if c.rope_scaling == "none":
         return None
-    magnitude = (c.rope_magnitude or 0.1 * log(c.rope_factor) + 1) if c.rope_scaling == "yarn" else 1.0
+    magnitude = 1.0
+    if c.rope_scaling == "yarn":
+        magnitude = c.rope_magnitude or 0.1 * log(c.rope_factor) + 1
+    elif c.rope_scaling == "longrope":
+        magnitude = c.rope_magnitude or sqrt(1 + log(c.rope_factor) / log(max(2, c.rope_original_length)))
     bounds = c.rope_low, c.rope_high, magnitude, c.rope_truncate
-    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds)
+    of_pairs = tuple(c.rope_short), tuple(c.rope_long)
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds, *of_pairs)
+
+
+def rotary_width(c: ModelConfig) -> int:
+    """Return how many elements of a head rotate, by the model configuration."""
+    return int(dim_sizes(c)["d_kv"] * c.rope_share)
 
 
 def expert_width(c: ModelConfig) -> int:

@@ -186,7 +186,10 @@ class RotaryScaling:
     - llama3 (Grattafiori et al. 2024, section 3.4), yarn (Peng et al. 2023): pairs that turn fewer than `low` times in
       `original_length` tokens are divided by `factor`, pairs that turn more than `high` times are not, and between
       these the share falls evenly: with the turns (llama3), or with the number of the pair (yarn), from and to whole
-      numbers if `truncate`. yarn multiplies all queries and keys by `magnitude`.
+      numbers if `truncate`. yarn multiplies all queries and keys by `magnitude`;
+    - dynamic (emozilla 2023): sequences longer than `original_length` have a larger base;
+    - longrope (Ding et al. 2024): pair i is divided by `long[i]` in such sequences, else by `short[i]`; times
+      `magnitude` as in yarn.
     """
 
     kind: str
@@ -196,6 +199,8 @@ class RotaryScaling:
     high: float = 1.0
     magnitude: float = 1.0
     truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,24 +19,30 @@ def rotary_angles(
     dtype: torch.dtype,
     scaling: RotaryScaling | None = None,
     pair_layout: str = "halves",
+    tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [length, d_kv] of the angles of rotary position embedding (RoFormer; base `theta`) at the
     global positions `positions`, computed in fp64; with `scaling`, of the scaled angles, times its magnitude.
-    `pair_layout`: the two elements of a pair lie in two halves, or are neighbours."""
+    `pair_layout`: the two elements of a pair lie in two halves, or are neighbours; `tokens`: the sequence's length."""
     frequency = theta ** (-torch.arange(0, d_kv, 2, device=positions.device, dtype=torch.float64) / d_kv)
     if scaling:
-        frequency = _scale_frequencies(frequency, theta, scaling)
+        frequency = _scale_frequencies(frequency, theta, scaling, tokens)
     angle, magnitude = positions.double().outer(frequency), scaling.magnitude if scaling else 1.0
     angle = angle.repeat(1, 2) if pair_layout == "halves" else angle.repeat_interleave(2, 1)
     return (angle.cos() * magnitude).to(dtype), (angle.sin() * magnitude).to(dtype)
 
 
-def _scale_frequencies(frequency: Tensor, theta: float, scaling: RotaryScaling) -> Tensor:
+def _scale_frequencies(frequency: Tensor, theta: float, scaling: RotaryScaling, tokens: int) -> Tensor:
     """Return the rotary frequencies [pairs], radians per token, changed by `scaling` for contexts longer than the
-    original (linear, llama3 or yarn)."""
+    original; `tokens`: the sequence's length, by which dynamic and longrope go."""
     if scaling.kind == "linear":
         return frequency / scaling.factor
     pairs = len(frequency)
+    if scaling.kind == "longrope":
+        return frequency / frequency.new_tensor(scaling.long if tokens > scaling.original_length else scaling.short)
+    if scaling.kind == "dynamic":
+        growth = scaling.factor * max(1.0, tokens / scaling.original_length) - (scaling.factor - 1)
+        return frequency * growth ** (-torch.arange(pairs, device=frequency.device).double() / max(1, pairs - 1))
     if scaling.kind == "llama3":
         turns = scaling.original_length * frequency / (2 * math.pi)
         kept_share = (turns - scaling.low) / (scaling.high - scaling.low)
@@ -60,38 +66,47 @@ class _Rotate(torch.autograd.Function):
     """Rotation of pairs, whose adjoint is the rotation back; it keeps nothing of x."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, pairs, turn):
+    def forward(ctx, x, cos, sin, pairs, leading, turn):
         """Turn the pairs of x by the rotary angles, which alone are kept."""
-        ctx.angles, ctx.pairs, ctx.turn = (cos, sin), pairs, turn
-        return turn(x.detach(), cos, sin, 1, pairs)
+        ctx.angles, ctx.place, ctx.turn = (cos, sin), (pairs, leading), turn
+        return turn(x.detach(), cos, sin, 1, pairs, leading)
 
     @staticmethod
     def backward(ctx, gradient):
         """Turn the gradient back by the same rotary angles."""
         cos, sin = ctx.angles
-        return ctx.turn(gradient, cos, sin, -1, ctx.pairs), None, None, None, None
+        return ctx.turn(gradient, cos, sin, -1, *ctx.place), None, None, None, None, None
 
 
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int, pair_layout: str) -> Tensor:
-    """Turn the pairs of x [..., d_kv], or of its last elements if there are fewer angles, by the angles of rotary
-    position embedding, forth (`sign` 1) or back (-1). `pair_layout`: see `rotary_angles`."""
-    unturned, half = x.shape[-1] - cos.shape[-1], cos.shape[-1] // 2
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int, pair_layout: str, leading: bool) -> Tensor:
+    """Turn the pairs of x [..., d_kv], or of its last (or, `leading`, its first) elements if there are fewer angles, by
+    the angles of rotary position embedding, forth (`sign` 1) or back (-1). `pair_layout`: see `rotary_angles`."""
+    turned, half = cos.shape[-1], cos.shape[-1] // 2
+    unturned = x.shape[-1] - turned
     halves = slice(None, half), slice(half, None)
     first, second = halves if pair_layout == "halves" else (slice(0, None, 2), slice(1, None, 2))
-    wide = widen_dtype(x[..., unturned:])
+    wide = widen_dtype(x[..., :turned] if leading else x[..., unturned:])
     out = wide * cos
     out[..., first].addcmul_(wide[..., second], sin[..., first], value=-sign)
     out[..., second].addcmul_(wide[..., first], sin[..., first], value=sign)
     out = out.to(x.dtype)
+    if leading and unturned:
+        return torch.cat((out, x[..., turned:]), -1)
     return torch.cat((x[..., :unturned], out), -1) if unturned else out
 
 
 def apply_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, pair_layout: str, rotate: Callable[..., Tensor] = turn_pairs
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pair_layout: str,
+    leading: bool = False,
+    rotate: Callable[..., Tensor] = turn_pairs,
 ) -> Tensor:
     """Apply rotary position embedding to x, a local block of queries or keys [..., d_kv], by `rotary_angles` of
-    `pair_layout`, of a shape that broadcasts against its last elements. `rotate`: `turn_pairs`, perhaps compiled."""
-    return _Rotate.apply(x, cos, sin, pair_layout, rotate)
+    `pair_layout`, of a shape that broadcasts against its last, or, `leading`, its first, elements. `rotate`:
+    `turn_pairs`, perhaps compiled."""
+    return _Rotate.apply(x, cos, sin, pair_layout, leading, rotate)
 
 
 def sinusoid_table(positions: Tensor, columns: Tensor, size: int) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log
 from typing import Any, NamedTuple
 
 from platform.boundary.refusals import format_value
@@ -194,11 +195,21 @@ class DropoutRule(Rule):
 @dataclass(frozen=True)
 class RotaryRule(Rule):
     """Rule of rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` as older versions write them.
-    `theta`, `scaling`: defaults of the family, where a config.json says nothing of them."""
+    `theta`, `scaling`, `share`: defaults of the family, where a config.json says nothing of them; with a `share` its
+    partial_rotary_factor is always written. `original`: default of original_max_position_embeddings, in a family that
+    has it beside rope_parameters, and takes it from there."""
 
     theirs: str = "rope_parameters rope_theta rope_scaling"
     theta: float = 10000.0
     scaling: Mapping[str, Any] = field(default_factory=dict)
+    share: float | None = None
+    original: int | None = None
+
+    @property
+    def key_names(self) -> Sequence[str]:
+        """Return the keys of a config.json on rotary positions, of this family."""
+        kept = {"partial_rotary_factor": self.share, _ORIGINAL: self.original}
+        return [*super().key_names, *(name for name, default in kept.items() if default is not None)]
 
     def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model keys rope_* for the rotary positions in a config.json. Raises Inexpressible for other kinds
@@ -207,44 +218,87 @@ class RotaryRule(Rule):
         scaling_key = "rope_scaling" if config_json.get("rope_scaling") else "rope_parameters"
         scaling = dict(read_value(config_json, scaling_key, None, maps) or self.scaling)
         theta = scaling.pop("rope_theta", None) or read_value(config_json, "rope_theta", self.theta, (int, float))
+        share = read_value(config_json, "partial_rotary_factor", self.share or 1.0, (int, float))
+        share = read_value(scaling, "partial_rotary_factor", share, (int, float))
+        scaling.pop("partial_rotary_factor", None)
         kinds = [scaling.pop(name, None) for name in ("rope_type", "type")]
         kind = next((k for k in kinds if k is not None), "default")
+        kind = "longrope" if kind == "su" else kind
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise Inexpressible(f"{scaling_key}.rope_type", kind, f"our words express {', '.join(_SCALINGS)}")
         model_keys: dict[str, Any] = {"rope_theta": float(_check_not_negative(f"{scaling_key}.rope_theta", theta))}
-        model_keys["rope_scaling"] = "none" if kind == "default" else kind
-        defaults = {"original_max_position_embeddings": config_json.get("max_position_embeddings"), **_DEFAULTS}
+        model_keys |= {"rope_scaling": "none" if kind == "default" else kind, "rope_share": float(share)}
+        if kind == "dynamic":
+            model_keys["rope_original_length"] = _check_not_negative(_LENGTH, config_json.get(_LENGTH))
         for name, ours in _SCALINGS[kind].items():
-            key, value, kind_of = f"{scaling_key}.{name}", scaling.pop(name, None), type(getattr(Model(), ours))
-            value = defaults.get(name) if value is None else value
-            if kind_of is bool:
-                model_keys[ours] = read_value({key: value}, key, NEEDED, (bool,))
-            else:
-                model_keys[ours] = kind_of(_check_not_negative(key, value))
+            value = scaling.pop(name, None)
+            value = self._read_default(config_json, scaling, kind, name) if value is None else value
+            model_keys[ours] = _read_number(f"{scaling_key}.{name}", value, type(getattr(Model(), ours)))
         for name, value in scaling.items():
-            if (name, value) not in _NEUTRAL and not (value is None and name in ("mscale", "mscale_all_dim")):
+            if (name, value) not in _NEUTRAL and not (value is None and name in _YARN_WEIGHTS):
                 raise Inexpressible(f"{scaling_key}.{name}", value, f"our rope_scaling={kind} has no such number")
         return model_keys
+
+    def _read_default(self, config_json: ConfigJson, scaling: dict[str, Any], kind: str, name: str) -> Any:
+        """Return what transformers takes for a number of rotary positions that a config.json lacks, or says otherwise:
+        the original length beside rope_parameters, the factor by both lengths, yarn's magnitude by its two weights,
+        which are taken out of `scaling`."""
+        lengths = [config_json.get(_LENGTH), config_json.get(_ORIGINAL, self.original) or scaling.get(_ORIGINAL)]
+        if name == _ORIGINAL:
+            return lengths[1] or lengths[0]
+        if name == "factor" and kind in ("yarn", "longrope") and all(type(n) is int and n > 0 for n in lengths):
+            return max(1.0, lengths[0] / lengths[1])
+        weights = [scaling.get(weight) for weight in _YARN_WEIGHTS]
+        if name == "attention_factor" and kind == "yarn" and all(type(w) in (int, float) and w > 0 for w in weights):
+            top, of_all = (yarn_magnitude(scaling.get("factor") or 1.0, scaling.pop(w)) for w in _YARN_WEIGHTS)
+            return top / of_all
+        return _DEFAULTS.get(name)
 
     def write_config_keys(self, m: Model) -> dict[str, Any]:
         """Return `rope_parameters` of transformers' config.json for a model, without numbers at their defaults."""
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
         numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
-        other_numbers = {name: value for name, value in numbers.items() if value != _DEFAULTS.get(name)}
-        return {"rope_parameters": {"rope_theta": m.rope_theta, "rope_type": kind, **other_numbers}}
+        implied = dict(_DEFAULTS)
+        if kind == "longrope":
+            implied["factor"] = max(1.0, m.length / max(1, m.rope_original_length))
+        if self.share is not None or m.rope_share != 1:
+            numbers["partial_rotary_factor"] = m.rope_share
+        other_numbers = {name: value for name, value in numbers.items() if value != implied.get(name)}
+        beside = {} if self.original is None else {_ORIGINAL: m.rope_original_length or self.original}
+        return {"rope_parameters": {"rope_theta": m.rope_theta, "rope_type": kind, **other_numbers}, **beside}
 
 
+_LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _LINEAR = {"factor": "rope_factor"}
-_LONGER = {**_LINEAR, "original_max_position_embeddings": "rope_original_length"}
+_LONGER = {**_LINEAR, _ORIGINAL: "rope_original_length"}
 _SCALINGS: dict[str, dict[str, str]] = {  # kind of scaling -> its numbers, by their name: our key
     "default": {},
     "linear": _LINEAR,
+    "dynamic": _LINEAR,
     "llama3": {**_LONGER, "low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
-    "yarn": {**_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_magnitude",
+    "yarn": {"attention_factor": "rope_magnitude", **_LONGER, "beta_slow": "rope_low", "beta_fast": "rope_high",
              "truncate": "rope_truncate"},
+    "longrope": {**_LONGER, "short_factor": "rope_short", "long_factor": "rope_long",
+                 "attention_factor": "rope_magnitude"},
 }  # fmt: skip
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0, "truncate": True}  # where one is missing
-_NEUTRAL = (("partial_rotary_factor", 1.0), ("truncate", True))
+_NEUTRAL = (("truncate", True),)
+_YARN_WEIGHTS = ("mscale", "mscale_all_dim")
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """Return the factor on queries, or on scores, by which YaRN answers angles scaled by `factor` (its mscale)."""
+    return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _read_number(name: str, value: Any, kind: type) -> Any:
+    """Return a number of rotary positions in transformers' config.json, a truth value or a list of numbers, in the type
+    of our key for it. Raises Inexpressible, naming key `name`, for other values."""
+    if kind is bool:
+        return read_value({name: value}, name, NEEDED, (bool,))
+    if kind is list:
+        return [float(_check_not_negative(name, n)) for n in read_value({name: value}, name, NEEDED, (list,))]
+    return kind(_check_not_negative(name, value))
 
 
 def _check_not_negative(name: str, value: Any) -> float:

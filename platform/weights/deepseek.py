@@ -25,6 +25,7 @@ from platform.weights.config_keys import (
     read_value,
     resolve_sizes,
     special_token_defaults,
+    yarn_magnitude,
 )
 from platform.weights.llama import FUSED, LLAMA_FIXED, build_expert_rows, build_llama_rules
 
@@ -55,11 +56,6 @@ def _read_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
     return {"dense_layers": list(range(count))}
 
 
-def _yarn_magnitude(factor: float, weight: float) -> float:
-    """Return the factor on queries or scores by which a config.json's YaRN answers angles times `factor` (mscale)."""
-    return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
-
-
 _WEIGHTS = ("mscale", "mscale_all_dim")
 
 
@@ -80,9 +76,9 @@ def _read_rotary_positions(config_json: ConfigJson) -> dict[str, Any]:
         raise Inexpressible(f"{scaling_key}.mscale", top or all_dims_weight, "our words express it with yarn alone")
     factor, width = model_keys["rope_factor"], _read_head_widths(config_json)["d_kv"]
     if all_dims_weight:
-        model_keys["attention_scale"] = max(width, 1) ** -0.5 * _yarn_magnitude(factor, all_dims_weight) ** 2
+        model_keys["attention_scale"] = max(width, 1) ** -0.5 * yarn_magnitude(factor, all_dims_weight) ** 2
     if top and all_dims_weight and not model_keys["rope_magnitude"]:
-        model_keys["rope_magnitude"] = _yarn_magnitude(factor, top) / _yarn_magnitude(factor, all_dims_weight)
+        model_keys["rope_magnitude"] = yarn_magnitude(factor, top) / yarn_magnitude(factor, all_dims_weight)
     return model_keys
 
 
@@ -92,8 +88,8 @@ def _write_rotary_positions(m: Model) -> dict[str, Any]:
     unit, grown = 0.1 * log(m.rope_factor), m.attention_scale * sqrt(resolve_sizes(m)["d_kv"])
     if m.rope_scaling == "yarn" and unit and grown > 1:
         all_dims_weight = round((sqrt(grown) - 1) / unit, 6)
-        magnitude = parameters.pop("attention_factor", 0.0) or _yarn_magnitude(m.rope_factor, 1)
-        mscale = round((magnitude * _yarn_magnitude(m.rope_factor, all_dims_weight) - 1) / unit, 6)
+        magnitude = parameters.pop("attention_factor", 0.0) or yarn_magnitude(m.rope_factor, 1)
+        mscale = round((magnitude * yarn_magnitude(m.rope_factor, all_dims_weight) - 1) / unit, 6)
         parameters |= {"mscale": mscale, "mscale_all_dim": all_dims_weight}
     return {"rope_parameters": parameters}
 

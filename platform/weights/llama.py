@@ -69,6 +69,7 @@ def build_llama_rules(
     ]
 
 
+_LAYER = "model.layers.{i}"
 _OF_LAYERS = {
     "model.layers.{i}.self_attn.q_proj": "layers.{i}.attention.query",
     "model.layers.{i}.self_attn.k_proj": "layers.{i}.attention.key",
@@ -84,11 +85,17 @@ _OF_LAYERS = {
 }
 
 
-def llama_names(experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = (), **of_layer: str) -> dict[str, Any]:
+def llama_names(
+    experts: Sequence[TensorRow] = (), fused: Sequence[TensorRow] = (), of_layer: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return what a family's table says of the names of Llama's tensors; `experts`: rows of a layer's experts and what
-    else it has; `fused`: rows of the same in stacks; `of_layer`: modules of a layer that are not Llama's, or hold
-    others of ours."""
-    modules = _OF_LAYERS | {f"model.layers.{{i}}.{k}": f"layers.{{i}}.{ours}" for k, ours in of_layer.items()}
+    else it has; `fused`: rows of the same in stacks; `of_layer`: modules of a layer by what they hold of ours, where
+    they are not Llama's."""
+    other_modules = {
+        f"{_LAYER}.{theirs}": " ".join(f"layers.{{i}}.{name}" for name in ours.split())
+        for theirs, ours in (of_layer or {}).items()
+    }
+    modules = other_modules | _OF_LAYERS | other_modules  # those come first, and take what both would
     first = [*module_rows({"model.embed_tokens": "embedding"})]
     last = [*module_rows({"model.norm": "norm", "lm_head": "head"})]
     forms = [[*first, *of_experts, *module_rows(modules), *last] for of_experts in (experts, fused)]
@@ -160,6 +167,11 @@ QWEN2 = Family("qwen2", "Qwen2ForCausalLM", {**LLAMA_FIXED, "attention_bias": "q
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**LLAMA_FIXED, "query_key_norm": True}, _QWEN3_RULES, **llama_names())
 
 
+_OUTPUT_NORMS = {
+    "post_attention_layernorm": "attention.output_norm",
+    "post_feedforward_layernorm": "mlp.output_norm",
+}
+
 # OLMo 2 (Walsh et al. 2025): a layer reads the stream, and its output is normalised; queries and keys over all heads
 OLMO2 = Family(
     "olmo2",
@@ -170,14 +182,29 @@ OLMO2 = Family(
         BiasRule("attention_bias"),
         Free("", {"initializer_range": 0.02, **special_token_defaults(None, 50279, 1)}),
     ],
-    **llama_names(
-        post_attention_layernorm="attention.output_norm",
-        post_feedforward_layernorm="mlp.output_norm",
-    ),
+    **llama_names(of_layer=_OUTPUT_NORMS),
+)
+
+_NO_DROPOUT = [Only(name, (0.0, 0)) for name in ("resid_pdrop", "embd_pdrop")]
+_FUSED_GATE = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
+
+# Phi 3 and 4 (Abdin et al. 2024): one tensor of queries, keys and values, and one of gate and up
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    LLAMA_FIXED,
+    [
+        *build_llama_rules(
+            32064, 8192, 4096, None, d_model=3072, eps=1e-5, rotary=RotaryRule(share=1.0, original=4096)
+        ),
+        *_NO_DROPOUT,
+        Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None),
+        Free("", {"initializer_range": 0.02, **special_token_defaults(1, 32000, 32000)}),
+    ],
+    **llama_names(of_layer={"self_attn.qkv_proj": "attention.query attention.key attention.value", **_FUSED_GATE}),
 )
 
 
-_LAYER = "model.layers.{i}"
 _GATE, _UP, _DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))
 FUSED = [  # the names of version 5, which it saves only with save_original_format=False
     *module_rows({f"{_LAYER}.mlp.gate": "layers.{i}.mlp.router"}),

@@ -44,6 +44,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
         draw_latents(r, m, size)
     if m.positions == "rope":
         m.rope_pairs = r.choice(("halves", "neighbours"))
+        draw_rotations(Random(repr(m)), m)
     if has_experts:
         m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
         m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
@@ -120,3 +121,15 @@ def draw_norm_places(r: Random, m: Model) -> None:
     """Draw where a layer's norms stand."""
     if not m.post_norm:
         m.input_norm, m.output_norm = r.choice(((True, False), (False, True), (True, True)))
+
+
+def draw_rotations(r: Random, m: Model) -> None:
+    """Draw how much of a head rotates, and how its angles are scaled."""
+    if not m.kv_latent and m.d_kv >= 4 and r.random() < 0.4:
+        m.rope_share = r.randrange(2, m.d_kv + 1, 2) / m.d_kv
+    m.rope_scaling = r.choice(("none", "none", "dynamic", "longrope"))
+    if m.rope_scaling != "none":
+        m.rope_factor, m.rope_original_length = 2.0, r.choice((2, 100))
+    if m.rope_scaling == "longrope":
+        pairs = (m.d_rope if m.kv_latent else int(m.d_kv * m.rope_share)) // 2
+        m.rope_short, m.rope_long = [1.5] * pairs, [3.0] * pairs

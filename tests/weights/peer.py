@@ -33,6 +33,10 @@ DEEPSEEK: dict[str, Any] = {
     "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 8,
     "num_experts_per_tok": 3, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.0, 2.5, 4.0],
+}  # fmt: skip
 YARN: dict[str, Any] = {**ROTARY, "rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9}
 
 # name -> (class without its ending Config, class of the model, keys)
@@ -44,6 +48,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5,
               "max_window_layers": 1}),
     "qwen3": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", "Phi3ForCausalLM", {**LLAMA, "pad_token_id": None, "hidden_size": 48, "sliding_window": 7,
+             "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     "olmo2": ("Olmo2", "Olmo2ForCausalLM", LLAMA),
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "head_dim": 10, "num_local_experts": 4,
                 "sliding_window": 7}),
@@ -82,6 +88,13 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3, odd": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 6, "attention_bias": True, "hidden_size": 30,
                    "num_attention_heads": 5, "num_key_value_heads": 5, "use_sliding_window": True,
                    "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3, plain": ("Phi3", "Phi3ForCausalLM", {**LLAMA, "pad_token_id": None, "num_key_value_heads": None,
+                    "tie_word_embeddings": True}),
+    "phi3, short": ("Phi3", "Phi3ForCausalLM", {**LLAMA, "pad_token_id": None, "hidden_size": 48,
+                    "original_max_position_embeddings": 20, "rope_parameters": LONGROPE}),
+    "llama, dynamic": ("Llama", "LlamaForCausalLM", {**LLAMA, "rope_parameters": {
+                       "rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}}),
+    "llama, yarn, weights": ("Llama", "LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_parameters": YARN}),
     "olmo2, odd": ("Olmo2", "Olmo2ForCausalLM", {**LLAMA, "attention_bias": True, "tie_word_embeddings": True,
                    "num_key_value_heads": None, "hidden_act": "gelu"}),
     "mixtral, odd": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 1,

@@ -48,10 +48,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "dropouts": ("gpt2", {"embd_pdrop": 0.5}, "embd_pdrop=0.5: resid_pdrop is 0, and our model.dropout is one"),
     "upcast": ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=true: our words express false"),
     "layers by number": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
-    "rotary kind": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-                    'rope_parameters.rope_type="dynamic": our words express default, linear, llama3, yarn'),
-    "rotary part": ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-                    "rope_parameters.partial_rotary_factor=0.5: our rope_scaling=default has no such number"),
+    "rotary kind": ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0}},
+                    'rope_parameters.rope_type="proportional": our words express default, linear, dynamic, llama3, '),
+    "rotary part": ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.3}},
+                    "model.rope_share=0.3: rotates 1 of 4 elements: needs pairs"),
+    "rotary pairs": ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 2],
+                     "long_factor": [1.0]}}, "model.rope_long=[1.0]: has 1 numbers; model.rope_scaling=longrope"),
     "rotary factor": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
                       'rope_parameters.factor="": is missing'),
     "rotary text": ("llama", {"rope_parameters": {"rope_theta": "big"}},
@@ -302,7 +304,11 @@ def test_every_key_of_transformers_is_read_or_refused(name):
             again = translate_config_json(keys | {key: other(value)})
         except ConfigError:
             continue
-        said_elsewhere = key in ("max_window_layers", "tie_word_embeddings")  # by layer_types, by names
+        said_elsewhere = key in (
+            "max_window_layers",
+            "tie_word_embeddings",
+            "original_max_position_embeddings",
+        )  # by layer_types, by names
         assert functional_keys(Model(**again)) != ours or "dropout" in again or said_elsewhere, key
 
 

@@ -26,6 +26,7 @@ OURS: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA, "window": 4},
     "qwen2": {**LLAMA, "attention_bias": "qkv", "window": 4, "window_layers": [1]},
     "qwen3": {**LLAMA, "query_key_norm": True, "d_kv": 6, "window": 4},
+    "phi3": {**LLAMA, "window": 4, "rope_share": 0.5},
     "olmo2": {**LLAMA, "input_norm": False, "output_norm": True, "query_key_norm": True,
               "query_key_norm_over": "heads"},
     "mixtral": {**LLAMA, "d_ff": 0, "expert_d_ff": 24, "experts": 4, "window": 4},

@@ -446,34 +446,37 @@ class NormOp(BlockOp):
 
 class RotateOp(BlockOp):
     """Rotary position embedding with base `theta` of queries or keys, over d_kv at global positions along length
-    (RoFormer), with angles scaled as `scaling` says. `width`: number of elements that rotate, at the end of d_kv, 0 for
-    all; `pairs`: `halves` if the two elements of a pair are half of these apart, or `neighbours`."""
+    (RoFormer), with angles scaled as `scaling` says. `width`: number of elements that rotate, at the end of d_kv, or at
+    its beginning (`leading`), 0 for all; `pairs`: `halves` if the two elements of a pair are half of these apart, or
+    `neighbours`."""
 
     memory_accesses = (2, 2)
 
-    def record_operation(self, ops, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
+    def record_operation(self, ops, name, x, spec, theta, scaling=None, width=0, pairs="halves", leading=False):
         attributes = {"theta": theta, "scaling": scaling, "width": width, "pairs": pairs}
+        attributes |= {"leading": True} if leading else {}
         return ops.record_operation(self.kind, name, [x], [spec], [spec], **attributes)
 
     def whole_dims(self, operation) -> Sequence[str]:
         """Return d_kv, which a rank needs whole, as the two elements of a rotated pair lie half of it apart."""
         return ("d_kv",)
 
-    def run_on_blocks(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves"):
+    def run_on_blocks(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves", leading=False):
         """Compute queries or keys rotated by the angles of their positions, which all layers share."""
         positions = ops.kernels.positions
         wide = ops.kernels.statistics.widen_dtype(x).dtype
         turned = width or x.shape[-1]
-        where = ops.offset, *ops.blocks[spec][spec.dims.index("length")]
+        tokens = ops.cache.capacity if ops.cache else {**ops.plan.sizes, **dict(spec.sizes)}["length"]
+        where = tokens, ops.offset, *ops.blocks[spec][spec.dims.index("length")]
         if (key := (where, turned, theta, scaling, pairs, wide, x.device)) not in ops.angles:
             length = ops.global_positions(spec, "length", x.device)
-            ops.angles[key] = positions.rotary_angles(length, turned, theta, wide, scaling, pairs)
+            ops.angles[key] = positions.rotary_angles(length, turned, theta, wide, scaling, pairs, tokens)
         sizes = dict(zip(spec.dims, x.shape, strict=True)) | {"d_kv": turned}
         shape = [n if d in ("length", "d_kv") else 1 for d, n in sizes.items()]
         cos, sin = (t.view(shape) for t in ops.angles[key])
-        return positions.apply_rotary(x, cos, sin, pairs, ops.compile_function(positions.turn_pairs))
+        return positions.apply_rotary(x, cos, sin, pairs, leading, ops.compile_function(positions.turn_pairs))
 
-    def meter_memory(self, ops, planned, name, x, spec, theta, scaling=None, width=0, pairs="halves") -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, theta, scaling=None, width=0, **_) -> Value:
         """Count the bytes of rotary queries or keys, computed in the type of statistics; nothing is kept."""
         if ops.compiles_functions:
             return ops.plain(ops.block(spec), [x])

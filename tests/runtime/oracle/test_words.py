@@ -14,6 +14,8 @@ LLAMA: dict[str, Any] = {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu
 WORDS: dict[str, dict[str, Any]] = {
     "norms of outputs": {"input_norm": False, "output_norm": True, "query_key_norm": True,
                          "query_key_norm_over": "heads"},
+    "a part rotates": {"d_kv": 8, "rope_share": 0.5, "rope_scaling": "longrope", "rope_factor": 4.0,
+                       "rope_original_length": 8, "rope_short": [1.0, 1.5], "rope_long": [1.0, 3.0]},
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
