@@ -474,11 +474,16 @@ class Model:
     fused_dropout: bool = free_key(
         False, "attention's masks are drawn inside its kernel, per rank: not as other plans do"
     )
-    norm: str = key("layernorm", "normalisation", ("layernorm", "rmsnorm"))
+    norm: str = key(
+        "layernorm", "normalisation; _centred: by 1 + its gain, which is 0 at first",
+        ("layernorm", "rmsnorm", "rmsnorm_centred"),
+    )  # fmt: skip
     norm_eps: float = key(1e-5, "what norms add to the variance; norms of latents add 1e-6", "> 0 and < 1")
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
     input_norm: bool = key(True, "a layer reads the normalised stream; false: the stream as it is")
     output_norm: bool = key(False, "normalise a layer's output before it is added to the stream")
+    embedding_scale: float = key(1.0, "factor on the embeddings, where they enter the stream", "> 0", most=1e6)
+    residual_scale: float = key(1.0, "factor on a layer's output, before it is added to the stream", "> 0", most=1e6)
     embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
     activation: str = key(
         "gelu",
@@ -495,6 +500,10 @@ class Model:
         "halves", "positions=rope: what rotates with an element: the one half a head away, or its neighbour",
         ("halves", "neighbours"),
     )  # fmt: skip
+    no_rope_layers: list[int] = key([], "positions=rope: layers, from 0, without rotations", ">= 0", most=1000)
+    window_rope_theta: float = key(
+        0.0, "base of the rotations, not scaled, of layers with model.window; 0 = as other layers", ">= 0"
+    )
     rope_share: float = key(1.0, "positions=rope: share of a head's elements that rotate, its first", "> 0 and <= 1")
     rope_scaling: str = key(
         "none", "positions=rope: how angles are scaled to longer sequences",

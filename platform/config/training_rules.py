@@ -64,6 +64,8 @@ def _violations_of_latent_attention(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "model.positions", f"{latent} rotates a part of queries and keys", ["rope"])
     if m.kv_heads not in (0, m.heads):
         yield violation_of_key(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
+    if m.no_rope_layers:
+        yield violation_of_key(config, "model.no_rope_layers", f"{latent} rotates in every layer", [[]])
     if m.rope_share < 1:
         yield violation_of_key(config, "model.rope_share", f"{latent} rotates model.d_rope elements", [1.0])
     if m.query_key_norm:
@@ -84,8 +86,13 @@ def _violations_of_rotary_positions(config: Config) -> Iterator[str]:
     unrotated = f"model.positions={m.positions} has no rotations"
     if m.rope_pairs != "halves" and m.positions != "rope":
         yield violation_of_key(config, "model.rope_pairs", unrotated, ["halves"])
-    if m.rope_share < 1 and m.positions != "rope":
-        yield violation_of_key(config, "model.rope_share", unrotated, [1.0])
+    for key in ("rope_share", "no_rope_layers", "window_rope_theta"):
+        if m.positions != "rope" and getattr(m, key) != (plain := getattr(Model(), key)):
+            yield violation_of_key(config, f"model.{key}", unrotated, [plain])
+    if m.window_rope_theta and not m.window:
+        yield violation_of_key(config, "model.window_rope_theta", "model.window=0 is no window", [0])
+    if beyond := [n for n in m.no_rope_layers if n >= m.layers]:
+        yield format_violation("model.no_rope_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
     d_kv = m.d_kv or m.d_model // m.heads
     turned = m.d_rope if m.kv_latent else int(d_kv * m.rope_share)
     if m.rope_share < 1 and (turned % 2 or not turned):

@@ -260,7 +260,9 @@ class Stack(Layer):
         names = [f"{prefix}layers.{i}" for i in range(c.layers)]
         more: dict[str, Any] = {"causal": causal, "memory": memory}
         self.blocks = {
-            n: TransformerBlock(n, c, shapes, window=layer_window(c, i), experts=has_experts(c, i), **more)
+            n: TransformerBlock(
+                n, rotate_layer(c, i), shapes, window=layer_window(c, i), experts=has_experts(c, i), **more
+            )
             for i, n in enumerate(names)
         }
         self.units = tuple(names)
@@ -332,5 +334,18 @@ def has_experts(c: ModelConfig, layer: int) -> bool:
 
 def layer_window(c: ModelConfig, layer: int) -> int:
     """Return the attention window of Transformer layer number `layer`, in tokens; 0 if it sees the whole sequence."""
-    windowed = c.window < c.length and (not c.window_layers or layer in c.window_layers)
-    return c.window if windowed else 0
+    return c.window if has_window(c, layer) and c.window < c.length else 0
+
+
+def has_window(c: ModelConfig, layer: int) -> bool:
+    """Return True if Transformer layer number `layer` has a window, be it longer than the sequence."""
+    return c.window > 0 and (not c.window_layers or layer in c.window_layers)
+
+
+def rotate_layer(c: ModelConfig, layer: int) -> ModelConfig:
+    """Return the configuration of Transformer layer number `layer`, whose rotary positions may be others, or none."""
+    if layer in c.no_rope_layers:
+        return replace(c, positions="")
+    if c.window_rope_theta and has_window(c, layer):
+        return replace(c, rope_theta=c.window_rope_theta, rope_scaling="none")
+    return c

@@ -9,7 +9,7 @@ from math import ceil, log, sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.plan.model_types import Parameter, RotaryScaling, Spec
+from platform.plan.model_types import CENTRED, Parameter, RotaryScaling, Spec
 from platform.plan.operations.registry import Ops
 
 Activations = dict[str, Any]  # name -> activation that one unit of a model passes to the next
@@ -112,10 +112,15 @@ def _iterate_parameters(values: Iterable[Any]) -> Iterator[Parameter]:
             yield from _iterate_parameters(value.values() if isinstance(value, dict) else value)
 
 
+def initial_gain(c: ModelConfig) -> str:
+    """Return how the gains of a model's norms begin, so that they multiply by 1."""
+    return "zeros" if c.norm == CENTRED else "ones"
+
+
 @dataclass(frozen=True)
 class Norm(Layer):
-    """Normalisation over the dims of its gain: `kind` is layernorm or rmsnorm; rmsnorm has no bias. `eps` is added to
-    the variance."""
+    """Normalisation over the dims of its gain: `kind` is layernorm, rmsnorm or rmsnorm_centred, of which the first
+    alone has a bias. `eps` is added to the variance."""
 
     kind: str
     eps: float
@@ -126,7 +131,7 @@ class Norm(Layer):
     def build_model_norm(cls, name: str, c: ModelConfig) -> Norm:
         """Construct a model's norm over d_model, by its configuration `c`, with the weights NAME.gain and NAME.bias."""
         bias = Parameter(f"{name}.bias", ("d_model",), "vector", "zeros") if c.norm == "layernorm" else None
-        return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", "ones"), bias)
+        return cls(c.norm, c.norm_eps, Parameter(f"{name}.gain", ("d_model",), "vector", initial_gain(c)), bias)
 
     @classmethod
     def build_latent_norm(cls, name: str, dim: str) -> Norm:
@@ -137,7 +142,8 @@ class Norm(Layer):
     def build_head_norm(cls, name: str, c: ModelConfig, heads: str) -> Norm:
         """Construct the RMSNorm of attention queries or keys, over each head or all `heads`; its gain is NAME.gain."""
         dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
-        return cls("rmsnorm", c.norm_eps, Parameter(f"{name}.gain", dims, "in", "ones"), None)
+        kind = CENTRED if c.norm == CENTRED else "rmsnorm"
+        return cls(kind, c.norm_eps, Parameter(f"{name}.gain", dims, "in", initial_gain(c)), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
         """Apply a model's LayerNorm or RMSNorm to the activation x over the dims of the gain; `spec`: dims of x."""
@@ -169,6 +175,7 @@ class Residual(Layer):
         that layer (see `prepare_input`)."""
         name, stream, post = f"{self.name}.residual", self.shapes.stream, self.norm if self.config.post_norm else None
         y = self.output_norm(ops, y, stream) if self.output_norm else y
+        y = ops.scale(y, stream, self.config.residual_scale) if self.config.residual_scale != 1 else y
         if following and following.norm and not post:
             return following.norm.add_and_normalise(ops, name, x, y, stream)
         x = post.add_and_normalise(ops, name, x, y, stream)[1] if post else ops.residual(name, x, y, stream)

@@ -50,6 +50,7 @@ class Embedding(Layer):
         `segments` (rows of the segment table, None without one) and `positions` of tokens within their documents (None:
         within the sequence)."""
         x = ops.lookup(self.name, self.table, tokens, self.spec)
+        x = ops.scale(x, self.spec, self.config.embedding_scale) if self.config.embedding_scale != 1 else x
         if self.position:
             x = ops.shift(x, self.spec, self.position)
         elif self.restarting:

@@ -175,6 +175,7 @@ POINTWISE |= {"add": 2, "multiply": 2}
 POINTWISE |= {"gated_silu": 2, "gated_gelu": 2, "gated_gelu_tanh": 2, "gated_relu": 2}  # function(gate) * x
 POINTWISE |= {"gated_clamped": 2}  # GPT-OSS's (OpenAI 2025): gate * sigmoid(1.702 gate) * (x + 1), both within 7
 
+CENTRED = "rmsnorm_centred"  # kind of norm: RMSNorm that multiplies by 1 + its gain
 EPS = 1e-5  # what norms add to the variance, unless a model says otherwise
 
 

@@ -92,7 +92,14 @@ def _normalise_rows(wide: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 
 def apply_rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm over the dims of the gain, which are whole, to x [..., d_model]."""
+    if gain.dtype != x.dtype:
+        return F.rms_norm(widen_dtype(x), gain.shape, gain, eps).to(x.dtype)
     return F.rms_norm(x, gain.shape, gain, eps)
+
+
+def centre_gain(gain: Tensor) -> Tensor:
+    """Return what an rmsnorm_centred multiplies by: 1 + its gain, in the type of statistics."""
+    return 1 + widen_dtype(gain)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -114,11 +121,11 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, gradient):
         """Return the gradients of x and of the gain."""
         x, gain, rstd = ctx.saved_tensors
-        dtype, x, gradient, gain = x.dtype, *map(widen_dtype, (x, gradient, gain))
+        dtype, of_gain, x, gradient, gain = x.dtype, gain.dtype, *map(widen_dtype, (x, gradient, gain))
         products = (gradient * x).reshape(-1, gain.numel())
         dgain = (rstd.reshape(1, -1) @ products).view(gain.shape)
         along = (products @ gain.reshape(-1)).view(rstd.shape).mul_(rstd.pow(3).div_(-gain.numel()))
-        return (gradient * gain).mul_(rstd).addcmul_(x, along).to(dtype), dgain.to(dtype), None
+        return (gradient * gain).mul_(rstd).addcmul_(x, along).to(dtype), dgain.to(of_gain), None
 
 
 def apply_norm(
@@ -140,7 +147,7 @@ def apply_norm(
         return _SplitNorm.apply(rows, *vectors, kind, eps, communicator, over, widths).view(x.shape)
     if kind == "layernorm":
         return F.layer_norm(x, gain.shape, gain, bias, eps)
-    if x.device.type == "cpu" and x.dtype == gain.dtype:
+    if x.device.type == "cpu" and gain.dtype in (x.dtype, torch.float32 if x.dtype.itemsize == 2 else x.dtype):
         return _RmsNorm.apply(x, gain, eps)
     return apply_rms_norm(x, gain, eps)
 

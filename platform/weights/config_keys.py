@@ -311,11 +311,12 @@ def _check_not_negative(name: str, value: Any) -> float:
 @dataclass(frozen=True)
 class LayerWindowRule(Rule):
     """Rule that some layers have a window: `layer_types`, else those from `max_window_layers` on, if
-    `use_sliding_window` (Qwen), or, where a family has no such keys, every second layer from the first (GPT-OSS).
-    `width`: default of sliding_window."""
+    `use_sliding_window` (Qwen), or, where a family has no such keys, all but each layer number `every` (GPT-OSS: 2),
+    which a key sliding_window_pattern may say. `width`: default of sliding_window."""
 
     theirs: str = "use_sliding_window sliding_window max_window_layers layer_types"
     width: int = 4096
+    every: int = 2
 
     def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model keys window and window_layers for a config.json. Raises Inexpressible if its keys contradict
@@ -328,8 +329,12 @@ class LayerWindowRule(Rule):
         width = read_value(config_json, "sliding_window", self.width, (int, type(None))) if used else None
         first = read_value(config_json, "max_window_layers", 28, (int,))
         kinds = read_value(config_json, "layer_types", None, (list, type(None)))
+        every = read_value(config_json, _PATTERN, self.every, (int,)) if _PATTERN in self.key_names else self.every
+        if every < 1:
+            raise Inexpressible(_PATTERN, every, "is no number of layers")
         if kinds is None:
-            kinds = list(_list_layer_types(layers, lambda i: i % 2 == 0 if alternate else bool(width) and i >= first))
+            is_windowed = lambda i: (i + 1) % every > 0 if alternate else bool(width) and i >= first  # noqa: E731
+            kinds = list(_list_layer_types(layers, is_windowed))
         if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
             raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
         windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
@@ -350,15 +355,55 @@ class LayerWindowRule(Rule):
             "max_window_layers": windowed[0] if last else 28,
             "layer_types": list(_list_layer_types(m.layers, lambda i: i in windowed)),
         }
-        return {name: values[name] for name in self.key_names}
+        return {name: values[name] for name in self.key_names if name in values}
 
 
+_PATTERN = "sliding_window_pattern"
 _KINDS = ("full_attention", "sliding_attention")
 
 
 def _list_layer_types(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
     """Yield each layer's attention as `layer_types` of config.json has it: sliding_attention if `windowed`."""
     return (_KINDS[windowed(i)] for i in range(layers))
+
+
+@dataclass(frozen=True)
+class LayerRotaryRule(Rule):
+    """Rule of windows and rotary positions that differ by a layer's kind: `rope_parameters` has a map for each, of
+    which the one of layers with a window scales nothing; older versions say the base of these as `local_key`.
+    `windows`: rule of the layers with a window; `rotary`: rule of the other layers' positions; `local`: default base of
+    layers with a window."""
+
+    windows: LayerWindowRule
+    rotary: RotaryRule
+    local: float
+    local_key: str = "rope_local_base_freq"
+
+    @property
+    def key_names(self) -> Sequence[str]:
+        """Return the keys of a config.json on windows and rotary positions."""
+        return [*self.windows.key_names, *self.rotary.key_names, self.local_key]
+
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
+        """Return our model keys on windows and rotary positions for a config.json. Raises Inexpressible."""
+        parameters = read_value(config_json, "rope_parameters", None, (dict, type(None))) or {}
+        nested = {kind: parameters.get(kind) or {} for kind in _KINDS} if {*_KINDS} & {*parameters} else None
+        of_others = {**config_json, "rope_parameters": nested[_KINDS[0]] if nested else parameters}
+        model_keys = self.windows.read_model_keys(config_json) | self.rotary.read_model_keys(of_others)
+        said = dict(nested[_KINDS[1]]) if nested else {}
+        base = said.pop("rope_theta", None) or read_value(config_json, self.local_key, self.local, (int, float))
+        if said and said != {"rope_type": "default"}:
+            raise Inexpressible(f"rope_parameters.{_KINDS[1]}", said, "our words express a base alone, not scaled")
+        if model_keys.get("window"):
+            model_keys["window_rope_theta"] = float(_check_not_negative(self.local_key, base))
+        return model_keys
+
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a config.json on a model's windows and rotary positions."""
+        windows, whole = self.windows.write_config_keys(m), self.rotary.write_config_keys(m)["rope_parameters"]
+        bases = {"rope_theta": m.window_rope_theta or (m.rope_theta if m.window else self.local)}
+        unscaled = {"rope_type": "default"} if m.window_rope_theta or not m.window else {**whole}
+        return {**windows, "rope_parameters": {_KINDS[0]: whole, _KINDS[1]: {**unscaled, **bases}}}
 
 
 # Family of models that transformers and we know, as data: keys of its config.json, names of its tensors; and what

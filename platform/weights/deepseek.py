@@ -48,11 +48,14 @@ def _write_head_widths(m: Model) -> dict[str, Any]:
     return {**widths, "qk_head_dim": sizes["d_kv"], "head_dim": m.d_rope}
 
 
-def _read_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
+FIRST_DENSE = "first_k_dense_replace"
+
+
+def read_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key for the layers without experts, the first ones of a config.json. Raises Inexpressible."""
-    count = read_value(config_json, "first_k_dense_replace", NEEDED, (int,))
+    count = read_value(config_json, FIRST_DENSE, NEEDED, (int,))
     if not 0 <= count <= MOST_LAYERS:
-        raise Inexpressible("first_k_dense_replace", count, f"is no number of layers up to {MOST_LAYERS}")
+        raise Inexpressible(FIRST_DENSE, count, f"is no number of layers up to {MOST_LAYERS}")
     return {"dense_layers": list(range(count))}
 
 
@@ -142,7 +145,7 @@ def _build_rules_of_both_versions(
     """Return the rules for a config.json that DeepSeek-V2 and V3 share, with the defaults in which they differ: those
     of `llama`; of `expert_defaults` their number, width and the number of shared ones; the `default_weight_scale` of
     their weights; the number of the `default_dense_layers` layers that have none."""
-    key, (number, width, shared) = "first_k_dense_replace", expert_defaults
+    number, width, shared = expert_defaults
     return [
         *(rule for rule in llama if not isinstance(rule, RotaryRule)),
         FunctionRule(_POSITIONS.theirs, _read_rotary_positions, _write_rotary_positions),
@@ -154,9 +157,9 @@ def _build_rules_of_both_versions(
         Renamed("n_shared_experts", "shared_experts", shared),
         Renamed("routed_scaling_factor", "router_scale", default_weight_scale),
         FunctionRule(
-            key,
-            lambda json: _read_dense_layers({key: default_dense_layers, **json}),
-            lambda m: {key: len(m.dense_layers)},
+            FIRST_DENSE,
+            lambda json: read_dense_layers({FIRST_DENSE: default_dense_layers, **json}),
+            lambda m: {FIRST_DENSE: len(m.dense_layers)},
         ),
         Only("attention_bias", (False,)),
         Only("moe_layer_freq", (1,), written=False),

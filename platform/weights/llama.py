@@ -48,10 +48,13 @@ def build_llama_rules(
     eps: float = 1e-6,
     width: str = "d_ff",
     activations: Mapping[str, str] = GATED,
+    activation_key: tuple[str, str] = ("hidden_act", "silu"),
+    tied: bool = False,
     rotary: Rule = ROTARY,
 ) -> list[Rule]:
     """Return the rules for a config.json that Llama, Mistral and Qwen share, with the defaults in which they differ;
-    `kv_heads`: number of heads of keys and values; `width`: our key for `intermediate_size`."""
+    `kv_heads`: number of heads of keys and values; `width`: our key for `intermediate_size`; `activation_key`: the key
+    of the activation, and its default."""
     return [
         Renamed("vocab_size", "vocab", vocab),
         Renamed("hidden_size", "d_model", d_model),
@@ -59,10 +62,10 @@ def build_llama_rules(
         Renamed("num_hidden_layers", "layers", layers),
         Renamed("num_attention_heads", "heads", heads),
         Renamed("num_key_value_heads", "kv_heads", kv_heads, null=0),
-        Words("hidden_act", "activation", activations, "silu"),
+        Words(activation_key[0], "activation", activations, activation_key[1]),
         Renamed("max_position_embeddings", "length", length),
         Renamed("rms_norm_eps", "norm_eps", eps),
-        Renamed("tie_word_embeddings", "tied", False),
+        Renamed("tie_word_embeddings", "tied", tied),
         rotary,
         Only("attention_dropout", (0.0, 0)),
         ONE_STACK,
@@ -165,44 +168,6 @@ _QWEN2_RULES = [*_QWEN, LayerWindowRule(), _QWEN_FREE]
 _QWEN3_RULES = [*_QWEN, Renamed("head_dim", "d_kv", 128), BiasRule("attention_bias"), LayerWindowRule(), _QWEN_FREE]
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", {**LLAMA_FIXED, "attention_bias": "qkv"}, _QWEN2_RULES, **llama_names())
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", {**LLAMA_FIXED, "query_key_norm": True}, _QWEN3_RULES, **llama_names())
-
-
-_OUTPUT_NORMS = {
-    "post_attention_layernorm": "attention.output_norm",
-    "post_feedforward_layernorm": "mlp.output_norm",
-}
-
-# OLMo 2 (Walsh et al. 2025): a layer reads the stream, and its output is normalised; queries and keys over all heads
-OLMO2 = Family(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    {**LLAMA_FIXED, "input_norm": False, "output_norm": True, "query_key_norm": True, "query_key_norm_over": "heads"},
-    [
-        *build_llama_rules(50304, 11008, 2048, None, eps=1e-5),
-        BiasRule("attention_bias"),
-        Free("", {"initializer_range": 0.02, **special_token_defaults(None, 50279, 1)}),
-    ],
-    **llama_names(of_layer=_OUTPUT_NORMS),
-)
-
-_NO_DROPOUT = [Only(name, (0.0, 0)) for name in ("resid_pdrop", "embd_pdrop")]
-_FUSED_GATE = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
-
-# Phi 3 and 4 (Abdin et al. 2024): one tensor of queries, keys and values, and one of gate and up
-PHI3 = Family(
-    "phi3",
-    "Phi3ForCausalLM",
-    LLAMA_FIXED,
-    [
-        *build_llama_rules(
-            32064, 8192, 4096, None, d_model=3072, eps=1e-5, rotary=RotaryRule(share=1.0, original=4096)
-        ),
-        *_NO_DROPOUT,
-        Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None),
-        Free("", {"initializer_range": 0.02, **special_token_defaults(1, 32000, 32000)}),
-    ],
-    **llama_names(of_layer={"self_attn.qkv_proj": "attention.query attention.key attention.value", **_FUSED_GATE}),
-)
 
 
 _GATE, _UP, _DOWN = (f"layers.{{i}}.mlp.experts.{name}" for name in ("gate", "up", "down"))

@@ -196,6 +196,7 @@ _OF_EXPERTS = (
 )
 _OF_LATENTS = ("q_latent", "d_rope", "d_value")
 _OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")
+_OF_ROTATIONS = ("rope_theta", "rope_pairs", "rope_share", "no_rope_layers", "window_rope_theta")
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude", "rope_short", "rope_long")
 
 
@@ -263,7 +264,10 @@ def functional_keys(m: Model) -> dict[str, Any]:
         keys["query_key_norm_over"] = "head"
     if not m.window or set(m.window_layers) >= set(range(m.layers)):
         keys["window_layers"] = []
-    unused = [] if m.positions == "rope" else ["rope_theta", "rope_pairs", "rope_share", "rope_scaling", *_ROTARY]
+    if not m.window or (m.window_rope_theta == m.rope_theta and m.rope_scaling == "none"):
+        keys["window_rope_theta"] = 0.0
+    keys["no_rope_layers"] = sorted({*m.no_rope_layers})
+    unused = [] if m.positions == "rope" else [*_OF_ROTATIONS, "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
     unused += ["rope_truncate"] if m.rope_scaling != "yarn" else []
     unused += [] if m.experts else _OF_EXPERTS

@@ -118,7 +118,10 @@ def draw_parts(r: Random, m: Model) -> None:
 
 
 def draw_norm_places(r: Random, m: Model) -> None:
-    """Draw where a layer's norms stand."""
+    """Draw where a layer's norms stand, of which kind they are, and the factors on what is added."""
+    if m.norm == "rmsnorm" and r.random() < 0.4:
+        m.norm = "rmsnorm_centred"
+    m.embedding_scale, m.residual_scale = r.choice((1.0, 3.0)), r.choice((1.0, 0.5))
     if not m.post_norm:
         m.input_norm, m.output_norm = r.choice(((True, False), (False, True), (True, True)))
 
@@ -127,6 +130,9 @@ def draw_rotations(r: Random, m: Model) -> None:
     """Draw how much of a head rotates, and how its angles are scaled."""
     if not m.kv_latent and m.d_kv >= 4 and r.random() < 0.4:
         m.rope_share = r.randrange(2, m.d_kv + 1, 2) / m.d_kv
+    if not m.kv_latent and r.random() < 0.3:
+        m.no_rope_layers = [r.randrange(m.layers)]
+    m.window_rope_theta = r.choice((0.0, 50.0)) if m.window else 0.0
     m.rope_scaling = r.choice(("none", "none", "dynamic", "longrope"))
     if m.rope_scaling != "none":
         m.rope_factor, m.rope_original_length = 2.0, r.choice((2, 100))

@@ -39,6 +39,16 @@ LONGROPE: dict[str, Any] = {
 }  # fmt: skip
 YARN: dict[str, Any] = {**ROTARY, "rope_type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9}
 
+LOCAL = {"rope_type": "default", "rope_theta": 50.0}
+GEMMA: dict[str, Any] = {
+    **LLAMA, "num_hidden_layers": 3, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None,
+}  # fmt: skip
+GLM_MOE: dict[str, Any] = {
+    **LLAMA, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 1.5, "attention_bias": True,
+}  # fmt: skip
+
 # name -> (class without its ending Config, class of the model, keys)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2", "GPT2LMHeadModel", GPT2),
@@ -48,6 +58,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5,
               "max_window_layers": 1}),
     "qwen3": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 8, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", "Olmo3ForCausalLM", {**LLAMA, "num_hidden_layers": 4, "sliding_window": 7, "pad_token_id": None,
+              "rope_parameters": {"full_attention": {**ROTARY, "rope_type": "yarn"}, "sliding_attention": LOCAL}}),
+    "gemma3_text": ("Gemma3Text", "Gemma3ForCausalLM", {**GEMMA, "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 2.0},
+                    "sliding_attention": LOCAL}}),
+    "smollm3": ("SmolLM3", "SmolLM3ForCausalLM", {**LLAMA, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
+                "pad_token_id": None}),
+    "granite": ("Granite", "GraniteForCausalLM", {**LLAMA, "embedding_multiplier": 3.0, "residual_multiplier": 0.22,
+                "attention_multiplier": 0.4, "logits_scaling": 3.0}),
+    "glm4": ("Glm4", "Glm4ForCausalLM", {**LLAMA, "head_dim": 8, "pad_token_id": None}),
+    "glm4_moe": ("Glm4Moe", "Glm4MoeForCausalLM", GLM_MOE),
     "phi3": ("Phi3", "Phi3ForCausalLM", {**LLAMA, "pad_token_id": None, "hidden_size": 48, "sliding_window": 7,
              "original_max_position_embeddings": 8, "rope_parameters": LONGROPE}),
     "olmo2": ("Olmo2", "Olmo2ForCausalLM", LLAMA),
@@ -88,13 +109,23 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3, odd": ("Qwen3", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 6, "attention_bias": True, "hidden_size": 30,
                    "num_attention_heads": 5, "num_key_value_heads": 5, "use_sliding_window": True,
                    "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3_text, plain, read": ("Gemma3Text", "Gemma3ForCausalLM", {**GEMMA, "layer_types": ["full_attention"] * 3,
+                           "attention_bias": True, "tie_word_embeddings": False}),
+    "smollm3, windows": ("SmolLM3", "SmolLM3ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5,
+                         "no_rope_layers": [0, 1], "pad_token_id": None, "attention_bias": True}),
+    "granite, odd": ("Granite", "GraniteForCausalLM", {**LLAMA, "attention_bias": True, "mlp_bias": True,
+                     "attention_multiplier": 0.4, "tie_word_embeddings": True}),
+    "glm4, odd": ("Glm4", "Glm4ForCausalLM", {**LLAMA, "head_dim": 8, "pad_token_id": None, "attention_bias": False,
+                  "rope_parameters": {"rope_type": "default", "rope_theta": 90.0, "partial_rotary_factor": 0.75}}),
+    "glm4_moe, odd": ("Glm4Moe", "Glm4MoeForCausalLM", {**GLM_MOE, "use_qk_norm": True, "n_shared_experts": 2,
+                      "attention_bias": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
     "phi3, plain": ("Phi3", "Phi3ForCausalLM", {**LLAMA, "pad_token_id": None, "num_key_value_heads": None,
                     "tie_word_embeddings": True}),
     "phi3, short": ("Phi3", "Phi3ForCausalLM", {**LLAMA, "pad_token_id": None, "hidden_size": 48,
                     "original_max_position_embeddings": 20, "rope_parameters": LONGROPE}),
     "llama, dynamic": ("Llama", "LlamaForCausalLM", {**LLAMA, "rope_parameters": {
                        "rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}}),
-    "llama, yarn, weights": ("Llama", "LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_parameters": YARN}),
+    "llama, yarn, read": ("Llama", "LlamaForCausalLM", {**LLAMA, "head_dim": 12, "rope_parameters": YARN}),
     "olmo2, odd": ("Olmo2", "Olmo2ForCausalLM", {**LLAMA, "attention_bias": True, "tie_word_embeddings": True,
                    "num_key_value_heads": None, "hidden_act": "gelu"}),
     "mixtral, odd": ("Mixtral", "MixtralForCausalLM", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 1,

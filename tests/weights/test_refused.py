@@ -89,6 +89,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window of none": ("gpt_oss", {"sliding_window": None}, 'layer_types=["full_attention", "sliding_attention"]: '
                          "sliding_window: there is none"),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: our words express null alone"),
+    "a cap of logits": ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: our"),
+    "scaled windows": ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+                       'rope_parameters.sliding_attention={"rope_type": "linear", "factor": 2.0}: our words express a'),
+    "no width": ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: must be > 0"),
+    "unrotated layers": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1]: must be 0 or 1 for each layer"),
+    "no divisor": ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0: must be > 0"),
     "stacks": ("t5", {"num_decoder_layers": 3}, "num_decoder_layers=3: num_layers is 2, and our model.layers is one"),
     "contradiction": ("t5", {"is_gated_act": True}, "is_gated_act=true: feed_forward_proj=relu says False"),
 }  # fmt: skip
@@ -250,6 +256,8 @@ def test_what_no_family_expresses_is_not_exported(tmp_path):
         ("mixtral", {"experts_every": 2}, "model.experts_every=2"),
         ("qwen3_moe", {"shared_experts": 1}, "model.shared_experts=1"),
         ("olmoe", {"d_kv": 6}, "model.d_kv=6"),
+        ("gemma3_text", {"embedding_scale": 3.0}, "model.embedding_scale=3"),
+        ("granite", {"rope_share": 0.5, "norm": "rmsnorm_centred"}, "model.norm=rmsnorm_centred"),
         ("gpt_oss", {"attention_sinks": False}, "model.attention_sinks=false"),
     ):
         model = Model(**OURS[name] | change)
@@ -304,11 +312,8 @@ def test_every_key_of_transformers_is_read_or_refused(name):
             again = translate_config_json(keys | {key: other(value)})
         except ConfigError:
             continue
-        said_elsewhere = key in (
-            "max_window_layers",
-            "tie_word_embeddings",
-            "original_max_position_embeddings",
-        )  # by layer_types, by names
+        elsewhere = {"max_window_layers", "no_rope_layer_interval", "original_max_position_embeddings"}
+        said_elsewhere = key in {*elsewhere, "tie_word_embeddings"}  # by layers, by rope_parameters, by names
         assert functional_keys(Model(**again)) != ours or "dropout" in again or said_elsewhere, key
 
 

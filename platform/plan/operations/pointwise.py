@@ -13,7 +13,7 @@ from functools import cache, partial
 from math import prod
 from typing import Any
 
-from platform.plan.model_types import EPS, POINTWISE
+from platform.plan.model_types import CENTRED, EPS, POINTWISE
 from platform.plan.operation_plan import PlannedOperation, rebuilds_inputs
 from platform.plan.operations.op import (
     INTEGER,
@@ -294,7 +294,8 @@ class ResidualNormOp(Op):
             return self.compose_operation(ops, name, x, y, spec, kind, gain, bias, eps)
         first, *second = ops.convert_parameters(planned_norm)
         drawing, apply = ops.random_drawing(name, spec, x.device), ops.kernels.residual.apply_residual_norm
-        total, out = apply(x, y, first, second[0] if bias else None, kind, eps, drawing, ops.compile_function)
+        applied = ops.kernels.statistics.centre_gain(first) if kind == CENTRED else first
+        total, out = apply(x, y, applied, second[0] if bias else None, kind, eps, drawing, ops.compile_function)
         return total, _note_rebuild(ops, out, _norm_function(ops, kind, eps), total, first, *second)
 
 
@@ -383,6 +384,9 @@ def _meter_hidden_rows(ops, function: str, count: int, elements: int) -> Value:
 
 def _norm_function(ops, kind: str, eps: float) -> Callable[..., Any]:
     """Return the function of a norm over dims that are whole, of x, its gain and its bias if there is one."""
+    if kind == CENTRED:
+        plain = _norm_function(ops, "rmsnorm", eps)
+        return lambda x, gain: plain(x, ops.kernels.statistics.centre_gain(gain))
     if kind == "rmsnorm" and ops.compiles_functions:  # LayerNorm is one kernel as it is
         compute = ops.compile_function(ops.kernels.statistics.apply_rms_norm)
         return lambda x, gain: compute(x, gain, eps)
@@ -390,8 +394,9 @@ def _norm_function(ops, kind: str, eps: float) -> Callable[..., Any]:
 
 
 class NormOp(BlockOp):
-    """Normalisation `kind`, LayerNorm or RMSNorm, of an activation over the dims of the parameters `gain` and `bias`,
-    its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is added to the variance."""
+    """Normalisation `kind`, LayerNorm, RMSNorm or RMSNorm with a centred gain, of an activation over the dims of the
+    parameters `gain` and `bias`, its last: d_model, d_kv, or the heads and d_kv of a token's query together. `eps` is
+    added to the variance."""
 
     memory_accesses = (2, 5)  # the backward pass reads twice, for the gradients of input and parameters
 
@@ -419,10 +424,13 @@ class NormOp(BlockOp):
             compute, vectors = _norm_function(ops, kind, eps), [gain] if bias is None else [gain, bias]
             return _note_rebuild(ops, compute(x, *vectors), compute, x, *vectors)
         widths, apply = ops.row_widths(spec, gain.dim(), planned.over), ops.kernels.statistics.apply_norm
+        gain = ops.kernels.statistics.centre_gain(gain) if kind == CENTRED else gain
         return apply(x, gain, bias, kind, eps, ops.communicator, planned.over, widths)
 
     def meter_memory(self, ops, planned, x, spec, kind, gain, bias, eps=EPS) -> Value:
         """Count the bytes of LayerNorm or RMSNorm, which keeps its input and one or two numbers a row."""
+        if kind == CENTRED:
+            gain = ops.plain(ops.tensor(gain.elements, ops.wide), [gain])
         vectors, dims = [v for v in (gain, bias) if v], planned.operation.parameters[0].dims
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
         casts, fused = ops.wide != ops.plan.itemsize["compute"], kind == "layernorm" or ops.device != "cpu"

@@ -16,6 +16,11 @@ WORDS: dict[str, dict[str, Any]] = {
                          "query_key_norm_over": "heads"},
     "a part rotates": {"d_kv": 8, "rope_share": 0.5, "rope_scaling": "longrope", "rope_factor": 4.0,
                        "rope_original_length": 8, "rope_short": [1.0, 1.5], "rope_long": [1.0, 3.0]},
+    "around a layer": {"norm": "rmsnorm_centred", "output_norm": True, "query_key_norm": True, "embedding_scale": 5.0,
+                       "residual_scale": 0.5, "window": 5, "window_layers": [0], "window_rope_theta": 50.0,
+                       "rope_scaling": "linear", "rope_factor": 2.0},
+    "no rotations": {"no_rope_layers": [1], "norm": "rmsnorm_centred", "rope_scaling": "dynamic", "rope_factor": 2.0,
+                     "rope_original_length": 8, "within_documents": True},
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
