@@ -57,6 +57,7 @@ from platform.plan.simulate import simulate
 from platform.plan.step_collectives import communication, counts_at, process_groups
 from platform.predict.choose_schedule import register_pipeline
 from platform.predict.make_plan import complete_violations, make_plan
+from platform.weights.families import register_family
 
 if TYPE_CHECKING:
     from platform.runtime.communicator import Communicator, SingleRank
@@ -115,6 +116,7 @@ __all__ = [
     "plan",
     "process_groups",
     "register_documents",
+    "register_family",
     "register_loss",
     "register_model",
     "register_objective",

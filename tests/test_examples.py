@@ -23,6 +23,7 @@ SAYS = {  # example -> texts that its output holds
         "given_back: model.safetensors",
     ],
     "one_block": ["plan  4 workers = r 2 x c 2", "rank 0 (r=0, c=0): loss", "rank 3 (r=1, c=1): loss"],
+    "own_family": ["pythia-160m: 148 tensors, 162,322,944 parameters", "[2304, 768] is layers.0.attention.query, "],
     "own_model": ["megatron would move {'all_reduce/t'", "experts would move {'all_reduce/e'", "\nloss 6."],
     "own_recurrence": ["megatron would move {'all_reduce/t'", "length would move {'all_gather/c'", "\nloss "],
     "own_schedule": ["stage 0 | 0F0 0F1 0F2 0B0", "eager_1f1b: 2 stages", "step    two stages   one process\n   1 "],

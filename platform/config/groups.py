@@ -482,6 +482,7 @@ class Model:
     post_norm: bool = key(False, "normalise after the residual connection, as in the original Transformer")
     input_norm: bool = key(True, "a layer reads the normalised stream; false: the stream as it is")
     output_norm: bool = key(False, "normalise a layer's output before it is added to the stream")
+    parallel_residual: bool = key(False, "attention and feed-forward layer of a block read the same stream")
     embedding_scale: float = key(1.0, "factor on the embeddings, where they enter the stream", "> 0", most=1e6)
     residual_scale: float = key(1.0, "factor on a layer's output, before it is added to the stream", "> 0", most=1e6)
     embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")

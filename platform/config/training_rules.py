@@ -133,12 +133,17 @@ def _violations_of_attention_masks(config: Config) -> Iterator[str]:
 
 
 def _violations_of_norms(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each place of a model's norms that does not go with `post_norm`."""
+    """Yield a refusal line for each place of a model's norms that does not go with `post_norm`, and for layers side by
+    side where one reads what the other adds."""
     m, reason = config.model, "model.post_norm=true has one norm a layer, after the sum"
     if m.post_norm and not m.input_norm:
         yield violation_of_key(config, "model.input_norm", reason, [True])
     if m.post_norm and m.output_norm:
         yield violation_of_key(config, "model.output_norm", reason, [False])
+    if m.parallel_residual and m.post_norm:
+        yield violation_of_key(config, "model.parallel_residual", "model.post_norm=true adds in turn", [False])
+    if m.parallel_residual and m.kind == "encoder_decoder":
+        yield violation_of_key(config, "model.parallel_residual", f"model.kind={m.kind} reads its memory", [False])
 
 
 def _violations_of_head_transform(config: Config) -> Iterator[str]:

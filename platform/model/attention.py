@@ -203,7 +203,8 @@ def project_keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> l
 
 
 class TransformerBlock(Layer):
-    """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer or experts."""
+    """Transformer block: self-attention, cross-attention if `memory` is given, and a feed-forward layer or experts, one
+    after another; with `parallel_residual` side by side."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class TransformerBlock(Layer):
         experts: bool = False,
     ):
         """Construct a Transformer block, with cross-attention to an encoder's stack if its Specs, `memory`, are set."""
-        self.name = name
+        self.name, self.parallel = name, c.parallel_residual
         kind = LatentAttention if c.kv_latent else Attention
         self.attention = kind(f"{name}.attention", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
@@ -238,6 +239,9 @@ class TransformerBlock(Layer):
         """Run this Transformer block on the residual stream x; return the new stream, and the auxiliary loss of its
         experts, None without. `pair`: the (key, value) of its cross-attention; `mask`, `begins`, `bias`: arguments of
         its self-attention; `memory_mask`: the mask of its cross-attention; `tokens`: see `Experts`."""
+        if self.parallel:
+            h = self.mlp.prepare_input(ops, x)
+            return self.mlp(ops, self.attention(ops, x, mask=mask, begins=begins, bias=bias), h, tokens)
         x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
         if self.cross:
             x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)

@@ -14,11 +14,12 @@ from typing import Any
 
 from platform.boundary.local_files import list_missing_directories, refuse_full_disk, remove_empty_directories
 from platform.boundary.redaction import strip_url_secrets
-from platform.boundary.refusals import ConfigError, build_command_line, run_command
+from platform.boundary.refusals import ConfigError, build_command_line, refuse_all, run_command
 from platform.boundary.storage import open_storage
 from platform.boundary.terminal import escape_terminal_text
 from platform.checkpoint import catalogue
 from platform.checkpoint.manifest import Refused
+from platform.config.extensions import import_user_modules
 from platform.data.tokenizer_files import has_tokenizer
 from platform.weights import model_folder
 from platform.weights.exporting import SHARD, TYPES, export_model, open_exportable
@@ -33,6 +34,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `python -m platform.weights`; return its exit status."""
     parser = build_command_line("weights", __doc__)
+    own: dict[str, Any] = {"action": "append", "default": [], "metavar": "MODULE"}
+    parser.add_argument("--extend", help="a module that registers families of your own", **own)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("import", help="make a checkpoint of a model that transformers saved")
     command.set_defaults(run=_import_weights)
@@ -54,7 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--averaged", action="store_true", help="the averages that train.ema kept of the weights")
     tokenizer = "a file or folder; default: that of the checkpoint"
     command.add_argument("--tokenizer", default="", metavar="PATH", help=tokenizer)
-    return run_command(parser, lambda given: given.run(given), arguments, failures=(Refused, OSError))
+    return run_command(parser, _extend_and_run, arguments, failures=(Refused, OSError))
+
+
+def _extend_and_run(arguments: argparse.Namespace) -> int:
+    """Import the user's modules, which register families of models to import or export; run the command, and return
+    its exit status."""
+    refuse_all(import_user_modules(arguments.extend))
+    return int(arguments.run(arguments))
 
 
 def _import_weights(arguments: argparse.Namespace) -> int:

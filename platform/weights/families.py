@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from platform.weights.config_keys import Free, Only, Rule
+import re
+from dataclasses import fields
+
+from platform.boundary.refusals import ConfigError, closest_values, refuse_all
+from platform.config.fields import Model
+from platform.weights.config_keys import Family, Free, Only, Rule
 from platform.weights.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from platform.weights.encoders import BERT, GPT2, T5
 from platform.weights.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
@@ -11,6 +16,26 @@ from platform.weights.relatives import GEMMA3, GLM4, GLM4_MOE, GRANITE, OLMO2, O
 _RELATIVES = (OLMO2, OLMO3, PHI3, GEMMA3, SMOLLM3, GRANITE, GLM4, GLM4_MOE)
 _OF_EXPERTS = (MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
 FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, *_RELATIVES, *_OF_EXPERTS, BERT, T5)}
+
+SHIPPED = frozenset(FAMILIES)
+
+
+def register_family(family: Family) -> None:
+    """Register a family of models that transformers saves, for its `model_type`: imports, exports and model=from_hf
+    then know it. Raises ConfigError for a name that is none, or is built in, and for a key that our models lack."""
+    if not isinstance(family, Family) or not re.fullmatch(r"[\w.-]{1,100}", family.name):
+        raise ConfigError("model_type", getattr(family, "name", family), "no platform.weights.config_keys.Family")
+    if family.name in SHIPPED:
+        raise ConfigError("model_type", family.name, "is built in")
+    named = [*family.fixed, *(ours for rule in family.rules if (ours := getattr(rule, "ours", "")))]
+    known = {f.name for f in fields(Model)}
+    refuse_all(
+        f"{family.name}: model.{key}: no key of our models; nearest legal: {', '.join(closest_values(key, known)[:3])}"
+        for key in named
+        if key not in known
+    )
+    FAMILIES[family.name] = family
+
 
 # Keys that any config.json may have, and that matter to neither logits nor gradients.
 _ANY = """

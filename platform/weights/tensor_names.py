@@ -98,7 +98,7 @@ def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) 
         vector = name.endswith("bias") or first.name.endswith(".gain") or len(first.dims) == 1
         if row.by_head:
             each = [tuple(_describe_one_matrix(*one, head) for one in row_parameters) for head in range(m.heads)]
-            tensors.append(HfTensor(name, tuple(chain.from_iterable(each)), row.turned))
+            tensors.append(HfTensor(name, tuple(chain.from_iterable(each)), row.turned, vector))
             continue
         if not _is_per_expert(first):
             matrices = tuple(_describe_matrix(*one, vector) for one in row_parameters)

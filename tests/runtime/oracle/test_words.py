@@ -21,6 +21,8 @@ WORDS: dict[str, dict[str, Any]] = {
                        "rope_scaling": "linear", "rope_factor": 2.0},
     "no rotations": {"no_rope_layers": [1], "norm": "rmsnorm_centred", "rope_scaling": "dynamic", "rope_factor": 2.0,
                      "rope_original_length": 8, "within_documents": True},
+    "side by side": {"parallel_residual": True, "rope_share": 0.5, "bias": True, "norm": "layernorm", "tied": True,
+                     "d_kv": 8},
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
