@@ -35,6 +35,7 @@ SAFETENSORS = {
 }  # fmt: skip
 LARGEST_HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
 _FROM_SAFETENSORS = {short: DTYPES[name] for name, short in SAFETENSORS.items()}
+_QUANTISED = {"F8_E4M3": torch.float8_e4m3fn}  # types of published weights that no checkpoint holds
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -102,10 +103,10 @@ def import_safetensors(source: str) -> tuple[Meta | None, Tensors]:
     return _parse_meta(meta.encode(errors="surrogatepass")) if meta else None, read_tensors()
 
 
-def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, ForeignTensor]]:
-    """Read the header of a safetensors file, such as checkpoints are converted to and from, in an untrusted folder;
-    return its metadata, and its tensors by name, with their place in the file. Raises Malformed, also for every header
-    that the safetensors package refuses, Refused or OSError."""
+def read_header(folder: Storage, file: str, quantised: bool = False) -> tuple[dict[str, str], dict[str, ForeignTensor]]:
+    """Read the header of a safetensors file in an untrusted folder; return its metadata, and its tensors by name, with
+    their place in the file; `quantised`: fp8 is a legal type. Raises Malformed, also for every header that the
+    safetensors package refuses, Refused or OSError."""
     if (size := folder.list_sizes("").get(file)) is None:
         raise Refused("there is no such file")
     if size < 8:
@@ -119,7 +120,7 @@ def read_header(folder: Storage, file: str) -> tuple[dict[str, str], dict[str, F
     if odd := [key for key, value in metadata.items() if type(value) is not str]:
         raise Malformed("is no text", f"__metadata__.{schema.shorten_value(odd[0])}")
     described = schema.parse_value(dict[Name, ForeignTensor], header)
-    located = {name: t.locate_in_file(name, 8 + length, size) for name, t in described.items()}
+    located = {name: t.locate_in_file(name, 8 + length, size, quantised) for name, t in described.items()}
     _check_tiling(located, 8 + length, size)
     return metadata, located
 
@@ -149,14 +150,14 @@ class ForeignTensor:
 
     @property
     def torch_type(self) -> torch.dtype:
-        """Return the torch type of this tensor, in the safetensors file and in a checkpoint made of it."""
-        return _FROM_SAFETENSORS[self.dtype]
+        """Return the torch type of this tensor's elements in the safetensors file."""
+        return (_FROM_SAFETENSORS | _QUANTISED)[self.dtype]
 
-    def locate_in_file(self, name: str, begin: int, size: int) -> ForeignTensor:
+    def locate_in_file(self, name: str, begin: int, size: int, quantised: bool = False) -> ForeignTensor:
         """Return this entry of a safetensors header with its offsets counted in the whole file, of `size` bytes, whose
         data `begin` after the header. Raises Refused if checkpoints cannot hold the element type of the tensor `name`,
         Malformed unless its offsets span exactly its bytes and end within the file."""
-        if self.dtype not in _FROM_SAFETENSORS:
+        if self.dtype not in _FROM_SAFETENSORS and not (quantised and self.dtype in _QUANTISED):
             legal = ", ".join(_FROM_SAFETENSORS)
             raise Refused(f"{name}: type {schema.shorten_value(self.dtype)} is not one of {legal}")
         start, end = self.data_offsets

@@ -61,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _extend_and_run(arguments: argparse.Namespace) -> int:
-    """Import the user's modules, which register families of models to import or export; run the command, and return
-    its exit status."""
+    """Import the user's modules, which register families of models, and run the command; return its exit status."""
     refuse_all(import_user_modules(arguments.extend))
     return int(arguments.run(arguments))
 

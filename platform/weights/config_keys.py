@@ -406,6 +406,30 @@ class LayerRotaryRule(Rule):
         return {**windows, "rope_parameters": {_KINDS[0]: whole, _KINDS[1]: {**unscaled, **bases}}}
 
 
+QUANTISED, FP8_BLOCK = "quantization_config", "weight_block_size"
+
+
+def read_quantisation(config_json: ConfigJson) -> tuple[int, int] | str:
+    """Return the block of fp8 weights in a config.json of transformers, `mxfp4`, or "" for plain weights. Raises
+    Inexpressible for weights that are quantised in another way."""
+    described = read_value(config_json, QUANTISED, None, (dict, type(None)))
+    if not described:
+        return ""
+    method, block = described.get("quant_method"), described.get(FP8_BLOCK)
+    if method == "mxfp4":
+        return "mxfp4"
+    is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    if method != "fp8" or described.get("fmt", "e4m3") != "e4m3" or not is_block:
+        raise Inexpressible(QUANTISED, described, f"our words read mxfp4, and fp8 (e4m3) with a {FP8_BLOCK}")
+    return block[0], block[1]
+
+
+def check_quantisation(config_json: ConfigJson) -> dict[str, Any]:
+    """Return no keys of our model: how weights are quantised is read with them. Raises Inexpressible."""
+    read_quantisation(config_json)
+    return {}
+
+
 # Family of models that transformers and we know, as data: keys of its config.json, names of its tensors; and what
 # several families have in common.
 #

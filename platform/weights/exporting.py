@@ -22,7 +22,7 @@ from platform.checkpoint.moves import read_tensor
 from platform.config.fields import Model
 from platform.data.tokenizer import Vocabulary
 from platform.weights import tensor_names
-from platform.weights.config_keys import ConfigJson, Family, Free
+from platform.weights.config_keys import QUANTISED, ConfigJson, Family, Free
 from platform.weights.importing import SOURCE
 from platform.weights.model_folder import CONFIG, INDEX, SINGLE, WEIGHTS, special_token_ids
 from platform.weights.tensor_names import HfTensor, choose_family, find_family, functional_keys, list_parameters
@@ -88,6 +88,7 @@ def open_exportable(
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
         raise ConfigError("checkpoint", directory, f"its {SOURCE} is no config.json")
+    source = source and {key: value for key, value in source.items() if key != QUANTISED}
     config = _choose_config_json(model, family, source, special_token_ids(vocabulary, model))
     chosen_family = find_family(config)
     if stacks_experts and not chosen_family.fused:

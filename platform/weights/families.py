@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from platform.boundary.refusals import ConfigError, closest_values, refuse_all
 from platform.config.fields import Model
-from platform.weights.config_keys import Family, Free, Only, Rule
+from platform.weights.config_keys import QUANTISED, Family, Free, FunctionRule, Only, Rule, check_quantisation
 from platform.weights.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from platform.weights.encoders import BERT, GPT2, T5
 from platform.weights.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
@@ -51,6 +51,7 @@ _ANY = """
 """
 COMMON: tuple[Rule, ...] = (
     Free(_ANY),
+    FunctionRule(QUANTISED, check_quantisation, lambda m: {}),
     Only("pruned_heads", ({}, None), written=False),
     Only("tie_encoder_decoder", (False,), written=False),
     Only("bad_words_ids", (None,), written=False),

@@ -41,6 +41,7 @@ from platform.config.fields import Config, Model
 from platform.data.tokenizer_files import has_tokenizer
 from platform.optimizer.optimizers import AVERAGE
 from platform.weights import FROM_HF, tensor_names
+from platform.weights.config_keys import QUANTISED
 from platform.weights.model_folder import CONFIG, Place, SavedModel
 from platform.weights.tensor_names import HfTensor, find_family, functional_keys, list_parameters, parse_stored_model
 
@@ -165,7 +166,7 @@ def import_model(import_source: Importable, storage: Storage, carried: CarriedFi
     the checkpoint's directory. `carried`: files that it carries, such as the tokenizer's."""
     shapes = {f"model.{part.name}": part.shape for stored, _ in import_source.tensors for part in stored.parts}
     identity = {"model": {key: value for key, value in vars(import_source.model).items() if key != "source"}}
-    values = {SOURCE: import_source.saved.config}
+    values = {SOURCE: {key: value for key, value in import_source.saved.config.items() if key != QUANTISED}}
     meta = Meta(step=0, samples=0, seed=0, corpus="", identity=identity, configuration="", plan={}, values=values)
     pieces, fetch = import_source.pieces_by_tensor, import_source.saved.fetch_pieces
     return store_pieces(storage, pieces, fetch, shapes, meta, carried)

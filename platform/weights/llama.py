@@ -275,9 +275,6 @@ _ROWS = [
     TensorRow(f"{_LAYER}.mlp.experts.down_proj_bias", (f"{_DOWN}_bias",)),
 ]
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_QUANTISED = (
-    "quantised weights are not read; load them with transformers' Mxfp4Config(dequantize=True), and save_pretrained"
-)
 
 GPT_OSS = Family(
     "gpt_oss",
@@ -301,7 +298,6 @@ GPT_OSS = Family(
         Renamed("num_experts_per_tok experts_per_token", "experts_per_token", 4),
         Only("swiglu_alpha", (1.702,)),
         Only("swiglu_limit", (7.0, 7)),
-        Only("quantization_config", (None,), written=False, why=_QUANTISED),
         Free("initial_context_length", {**_FREE, **special_token_defaults(None, None)}),
     ],
     **llama_names(_ROWS),

@@ -28,6 +28,8 @@ from platform.data.chat_templates import ConfinedTokenizer
 from platform.data.tokenizer import OWN, Vocabulary, build_vocabulary
 from platform.data.tokenizer_files import CONFIG as BESIDE_CONFIG
 from platform.data.tokenizer_files import JSON, has_tokenizer, read_json_map, read_tokenizer_files
+from platform.weights.config_keys import QUANTISED
+from platform.weights.quantised import compute_bytes, find_quantised_tensors
 from platform.weights.tensor_names import HfTensor, MatrixPart
 
 if TYPE_CHECKING:
@@ -77,7 +79,8 @@ class SavedModel:
             file_sizes = self._folder.list_sizes("")
             self.config = self._read_config(file_sizes)
             files = [single_file] if single_file else self._list_weight_files(file_sizes)
-            self.tensors = self._find_tensors({file: file_sizes.get(file) for file in files})
+            stored = self._find_tensors({file: file_sizes.get(file) for file in files})
+            self.tensors, self._computed = find_quantised_tensors(stored, self.config)
         except (Malformed, Refused, OSError) as error:
             raise self.build_refusal(str(error)) from None
 
@@ -139,7 +142,7 @@ class SavedModel:
         seen: set[str] = set()
         for file in files:
             try:
-                _, described = read_header(self._folder, file)
+                _, described = read_header(self._folder, file, quantised=bool(self.config.get(QUANTISED)))
             except (Malformed, Refused) as error:
                 raise Refused(f"{file}: {error}") from None
             if repeated_names := sorted(seen & described.keys()):
@@ -175,7 +178,7 @@ class SavedModel:
         """Read the bytes of a piece of the saved weights into `memory`, uint8 [bytes], transposed where its place says
         so."""
         place = piece.source
-        data = self._folder.read(place.file, place.start, place.end)
+        data = self._read_bytes(place.file, place.start, place.end)
         if len(data) != place.end - place.start:
             raise Refused(f"{self.url}/{place.file} is shorter than its header says")
         if not data:
@@ -188,6 +191,12 @@ class SavedModel:
         else:
             memory.copy_(raw_bytes)
 
+    def _read_bytes(self, file: str, start: int, end: int) -> Any:
+        """Return bytes [start, end) of a file of the saved weights, or of one that is computed of quantised ones."""
+        if (tensor := self._computed.get(file)) is None:
+            return self._folder.read(file, start, end)
+        return memoryview(compute_bytes(tensor, start, end, self._folder.read).numpy())
+
     def has_equal_tensors(self, one: str, other: str) -> bool:
         """Return True if two tensors of the saved model, by their names in its files, are equal in every bit."""
         (file, t), (other_file, u) = self.tensors[one], self.tensors[other]
@@ -197,7 +206,7 @@ class SavedModel:
         for a in range(0, nbytes, LARGEST_BLOCK):
             b = min(nbytes, a + LARGEST_BLOCK)
             parts = ((f, tensor.data_offsets[0]) for f, tensor in ((file, t), (other_file, u)))
-            left, right = (self._folder.read(f, begin + a, begin + b) for f, begin in parts)
+            left, right = (self._read_bytes(f, begin + a, begin + b) for f, begin in parts)
             if left != right:
                 return False
         return True

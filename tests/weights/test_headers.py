@@ -17,10 +17,10 @@ from tests.weights.written import written
 COUNTING = """
 import os
 from platform.weights import model_folder as folder
-def counting(storage, file, read=folder.read_header):
+def counting(storage, file, read=folder.read_header, **more):
     with open(os.environ["NOTED"], "a") as notes:
         notes.write(f"{os.getpid()} {file}\\n")
-    return read(storage, file)
+    return read(storage, file, **more)
 folder.read_header = counting
 """
 

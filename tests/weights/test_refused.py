@@ -42,7 +42,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another family": ("llama", {"model_type": "gemma"}, 'model_type="gemma": no family that is known'),
     "another class": ("llama", {"architectures": ["LlamaForSequenceClassification"]},
                       'architectures=["LlamaForSequenceClassification"]: model_type=llama is known as'),
-    "quantised": ("llama", {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4}: our words do not'),
+    "quantised": ("llama", {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4}: our words read mxf'),
     "own code": ("llama", {"auto_map": {"AutoModel": "x.Y"}}, 'auto_map={"AutoModel": "x.Y"}: our words do not'),
     "activation": ("gpt2", {"activation_function": "mish"}, 'activation_function="mish": our words express gelu, '),
     "dropouts": ("gpt2", {"embd_pdrop": 0.5}, "embd_pdrop=0.5: resid_pdrop is 0, and our model.dropout is one"),
@@ -83,8 +83,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more than there are": ("mixtral", {"num_experts_per_tok": 5}, "model.experts_per_token=5: must be <= model.exp"),
     "too many to name": ("mixtral", {"num_local_experts": 1 << 16, "num_hidden_layers": 1000},
                          "names: 196608000 matrices of experts are more than 1048576"),
-    "four bits": ("gpt_oss", {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4}: quantised weights '
-                  "are not read; load them with transformers' Mxfp4Config(dequantize=True), and save_pretrained"),
+    "another fp8": ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={"
+                    '"quant_method": "fp8"}: our words read mxfp4, and fp8 (e4m3) with a weight_block_size'),
     "another limit": ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit=9.0: our words express 7.0 alone"),
     "a window of none": ("gpt_oss", {"sliding_window": None}, 'layer_types=["full_attention", "sliding_attention"]: '
                          "sliding_window: there is none"),
