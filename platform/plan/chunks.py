@@ -118,42 +118,54 @@ def record_chunks(
     """Record a model's forward pass, without computing it, as `count` chunks of consecutive units of about equal cost,
     for the stages of a pipeline: at most as many as it has units (embedding, blocks, head). `recorder` makes a new
     Recorder; `sizes`: global sizes of the model's dims; `parts`: the units of every chunk, if they are given."""
-    inputs = {name: name for name in model.inputs}
     if count == 1:
         ops = recorder()
         recorded = find_recordings(model, ops)
         if () not in recorded:
-            model.forward(ops, inputs)
+            model.forward(ops, {name: name for name in model.inputs})
             recorded[()] = ops, {}
         return [RecordedChunk(getattr(model, "units", ()), recorded[()][0])]
     units = getattr(model, "units", ("the model",))
     assert count <= len(units), "platform.predict.make_plan refuses it"
 
-    def record_part(flow: dict[str, Symbol], part: Sequence[str], ops: Recorder) -> tuple[Recorder, dict[str, Symbol]]:
-        """Record by `ops` the forward pass of the units `part` on the activations `flow`; return recorder and
-        results."""
-        recorded, key = find_recordings(model, ops), (tuple(part), flow_specs(flow))
-        if key not in recorded:
-            recorded[key] = ops, model.part(ops, inputs, {n: replace(x, made_by="") for n, x in flow.items()}, part)
-        return recorded[key]
+    if not parts:
+        places = place_layers(measure_units(model, recorder, sizes), count)
+        parts = [units[unit_range.start : unit_range.stop] for unit_range in places]
+    flow, chunks = dict[str, Symbol](), []
+    for number, part in enumerate(parts, 1):
+        receives = _flow_specs(flow)
+        ops, flow = _record_part(model, flow, part, recorder())
+        chunks.append(RecordedChunk(part, ops, receives, _flow_specs(flow) if number < count else ()))
+    return chunks
 
-    def flow_specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
-        """Return the names and types of the activations that flow between two chunks of the model."""
-        return tuple((name, x.spec) for name, x in flow.items())
 
-    flow: dict[str, Symbol] = {}
-    costs, cost_of = [], dict[tuple, float]()  # layers are alike
-    for unit in units if not parts else ():
-        ops, flow = record_part(flow, [unit], replace(recorder(), recompute=NO_RECOMPUTATION))  # whatever is done again
+def measure_units(model: RecordableModel, recorder: Callable[[], Recorder], sizes: Mapping[str, int]) -> list[float]:
+    """Return the forward costs of a model's units, by which they are divided over chunks; arguments as in
+    `record_chunks`."""
+    flow, costs, cost_of = dict[str, Symbol](), [], dict[tuple, float]()  # layers are alike
+    for unit in getattr(model, "units", ()):
+        whatever_is_done_again = replace(recorder(), recompute=NO_RECOMPUTATION)
+        ops, flow = _record_part(model, flow, [unit], whatever_is_done_again)
         cost_of |= {o.nameless_key: forward_cost(o, sizes) for o in ops.operations if o.nameless_key not in cost_of}
         costs.append(sum(cost_of[o.nameless_key] for o in ops.operations))
-    parts = parts or [units[unit_range.start : unit_range.stop] for unit_range in place_layers(costs, count)]
-    flow, chunks = {}, []
-    for number, part in enumerate(parts, 1):
-        receives = flow_specs(flow)
-        ops, flow = record_part(flow, part, recorder())
-        chunks.append(RecordedChunk(part, ops, receives, flow_specs(flow) if number < count else ()))
-    return chunks
+    return costs
+
+
+def _flow_specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
+    """Return the names and types of the activations that flow between two chunks of a model."""
+    return tuple((name, x.spec) for name, x in flow.items())
+
+
+def _record_part(
+    model: RecordableModel, flow: dict[str, Symbol], part: Sequence[str], ops: Recorder
+) -> tuple[Recorder, dict[str, Symbol]]:
+    """Record by `ops` the forward pass of the units `part` of a model on the activations `flow`; return recorder and
+    results."""
+    recorded, key = find_recordings(model, ops), (tuple(part), _flow_specs(flow))
+    if key not in recorded:
+        inputs, received = {name: name for name in model.inputs}, {n: replace(x, made_by="") for n, x in flow.items()}
+        recorded[key] = ops, model.part(ops, inputs, received, part)
+    return recorded[key]
 
 
 def find_recordings(model: RecordableModel, recorder: Recorder) -> dict[tuple, tuple[Recorder, dict[str, Symbol]]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache, wraps
 from math import log2, prod
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.model import build_model
+from platform.plan.chunks import axes_of_replication, find_recordings
 from platform.plan.layout import Mesh, pad_to_multiple
 from platform.plan.model_types import Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation
@@ -22,13 +23,23 @@ from platform.plan.plan import ITEMSIZE
 from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
 from platform.plan.planner import Planner
 from platform.plan.rule import partial_axes
+from platform.plan.schedule import place_layers
 from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
 from platform.predict import price
 from platform.predict.contenders import Contender
 from platform.predict.footprint import ROUNDING, overhead_bytes
 from platform.predict.hardware import Hardware
-from platform.predict.price import bytes_seconds, group_seconds, hidden_or_summed_seconds, message_seconds, update_bytes
+from platform.predict.price import (
+    bytes_seconds,
+    group_seconds,
+    hidden_or_summed_seconds,
+    host_seconds,
+    message_seconds,
+    update_bytes,
+)
 from platform.predict.work import (
+    CALLS_OF_BLOCK,
+    CALLS_OF_KERNEL,
     FUSED_BACKWARD,
     SUMMED,
     MatrixProduct,
@@ -46,9 +57,10 @@ from platform.predict.work import (
 # does.
 
 Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
-FEW = 4  # layers of a model from whose last one deeper ones follow
+FEW = 4  # layers of a model from whose last one the bytes of deeper ones follow
 SEQUENCES = "microbatch"  # variable beside the sizes of axes
 SIDES = "rows", "columns", "inner", "batch"  # of a product
+TIMED = SIDES[0], "fused", "summed", "touched", "collective", "ahead"  # numbers that take time
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
 
 
@@ -56,8 +68,9 @@ class Quantity(NamedTuple):
     """Meaning of a number of an operation: the SIDES of a product and how many such `products` there are; `fused` FLOPs
     of attention; elements of weights whose gradients are `summed` over microbatches; elements that are `touched` so
     often in the forward and the backward pass (`times`), `kept` for the latter, of the `stream` between blocks, of a
-    `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's.
-    `inside`: part of attention, done again with recompute=selective."""
+    `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's. A stream
+    is replicated over its `axes`. `inside`: part of attention, done again with recompute=selective; `again`: done again
+    with recompute=full."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -65,18 +78,19 @@ class Quantity(NamedTuple):
     phase: str = ""
     times: tuple[float, float] = (0.0, 0.0)
     inside: bool = False
+    again: bool = True
 
 
 @dataclass(frozen=True)
 class Monomials:
     """Numbers of a model under a scheme: `kinds`, the values at two ranks along each axis, their `exponents` by
-    variable, and how often each is in the model without its deepest layers (`once`), and in each of those (`layer`)."""
+    variable, and how often each is in the model (`whole`), and in a layer of it on average (`layer`)."""
 
     kinds: tuple[Quantity, ...]
     variables: tuple[str, ...]
     values: NDArray[np.float64]
     exponents: NDArray[np.float64]
-    once: NDArray[np.float64]
+    whole: NDArray[np.float64]
     layer: NDArray[np.float64]
 
     def evaluate_columns(self, columns: Columns) -> NDArray[np.float64]:
@@ -89,11 +103,12 @@ class Monomials:
 @dataclass(frozen=True)
 class Sketch:
     """Model under a scheme: its numbers, and what axes must divide: `splits`, pairs of a size and axes, and the axes of
-    a replica's batch."""
+    a replica's batch; and whether a compiler can trace its blocks."""
 
     numbers: Monomials
     splits: tuple[tuple[int, tuple[str, ...]], ...]
     batch: tuple[tuple[str, ...], ...]
+    is_traceable: bool
 
     def mask_legal(self, columns: Columns) -> NDArray[np.bool_]:
         """Return which contenders' axes divide what they split, but for the batch of a replica."""
@@ -113,7 +128,22 @@ class Sketch:
 
 
 class _SketchRecorder(Recorder):
-    """Recorder that takes note of functions element by element too, of which nothing is planned, as operations."""
+    """Recorder that takes note of functions element by element too, of which nothing is planned, as operations, and of
+    what recompute=full leaves out."""
+
+    @cached_property
+    def counted(self) -> Counter[Operation]:
+        """Return the operations, equal ones counted together under one of them."""
+        first: dict[tuple, Operation] = {}
+        return Counter(first.setdefault(o.nameless_key, o) for o in self.operations)
+
+    def recomputed(self, kind, name, function, spec, x, *more):
+        """Record a function of activations; the last product of a block is marked if no gradient needs its result."""
+        begun = len(self.operations)
+        out = super().recomputed(kind, name, function, spec, x, *more)
+        if kind == "full":
+            self._mark_unneeded_product(begun)
+        return out
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Take note of a pointwise function of activations."""
@@ -132,21 +162,22 @@ def count_operations(config: Any, layers: int, scheme: Scheme) -> Counter[Operat
     """Return the operations of a model with so many layers, equal ones counted together under one of them."""
     model = build_model(replace(config, layers=layers))
     recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout)
-    model.forward(recorder, {name: name for name in model.inputs})
-    first: dict[tuple, Operation] = {}
-    return Counter(first.setdefault(o.nameless_key, o) for o in recorder.operations)
+    recorded: dict[tuple, Any] = find_recordings(model, recorder)
+    if _SketchRecorder not in recorded:
+        model.forward(recorder, {name: name for name in model.inputs})
+        recorded[_SketchRecorder] = recorder.counted  # type: ignore[index]
+    return recorded[_SketchRecorder]  # type: ignore[index]
 
 
 def sketch_model(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | None:
     """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
     ranks; None if no plan of it is legal. `config`: the group model of a configuration."""
-    few = min(FEW, config.layers)
-    operations = count_operations(config, few, scheme)
-    fewer_operations = count_operations(config, few - 1, scheme) if few > 1 else Counter[Operation]()
-    anonymous = {o.nameless_key: n for o, n in fewer_operations.items()}
+    operations = count_operations(config, config.layers, scheme)
+    first_layer = count_operations(config, 1, scheme) if config.layers > 1 else Counter[Operation]()
+    of_first = {o.nameless_key: n for o, n in first_layer.items()}
     variables = (*axes, SEQUENCES)
     plannable = [o for o in operations if OPERATIONS[o.kind] not in (Ops.pointwise, Ops.residual)]
-    kinds, values, exponents, once, layer = [], [], [], [], []
+    kinds, values, exponents, whole, layer = [], [], [], [], []
     try:
         probes = (_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables))
         planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
@@ -157,16 +188,19 @@ def sketch_model(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | N
                 kinds.append(kind._replace(inside=o.recomputed))
                 values.append(value)
                 exponents.append([round(log2(g / value)) if g and value else 0 for g in grown])
-                once.append(n)
-                layer.append(n - anonymous.get(o.nameless_key, 0))
+                whole.append(n)
+                layer.append((n - of_first.get(o.nameless_key, 0)) / max(1, config.layers - 1))
     except ValueError:
         return None
     planner = planners[0][0]
     splits, batch = _find_divided_sizes(planner, operations)
     if any(planner.layout(t).find_conflict() for o in operations for t in (*o.inputs, *o.outputs)):
         return None
-    arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, once, layer)]
-    return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch)
+    arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, whole, layer)]
+    is_traceable = all(
+        OPERATIONS[o.kind].is_traceable and not (o.reads and OPERATIONS[o.kind].keys_input >= 0) for o in operations
+    )
+    return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch, is_traceable)
 
 
 def _build_probe_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
@@ -196,32 +230,35 @@ def _iterate_quantities(
         yield Quantity("touched", times=accesses), size
         yield Quantity("kept"), room
         if op is Ops.residual:
-            yield Quantity("stream"), size
+            yield Quantity("stream", axes_of_replication(planner.layout(output), mesh)), size
         return
     planned = planned_operations[o.kind, o.name]
     if planned.groups:
         products = Counter(p for group in planned.groups for p in list_group_products(planner, o, group))
         for product, count in products.items():
-            yield from ((Quantity(side), size) for side, size in zip(SIDES, product[: len(SIDES)], strict=True))
-            yield Quantity("products"), count
+            sides = zip(SIDES, product[: len(SIDES)], strict=True)
+            yield from ((Quantity(side, again=not planned.once), size) for side, size in sides)
+            yield Quantity("products", again=not planned.once), count
         weights = (e for g in planned.groups for e in g.einsums if isinstance(o.inputs[1 + e.index], Parameter))
         yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
     else:
         if op.chooses_kernel:
             yield Quantity("fused"), attention_flops(planner, o)
-        yield Quantity("touched", times=op.memory_accesses), size
+        yield Quantity("touched", times=op.accesses_of_both_passes(o, planned_operations)), size
     if any(p.role == "in" for p in o.parameters) or not planned.groups and not op.keeps_nothing:
         yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)
     for p in o.parameters:
         axes = mesh.order_axes(partial_axes(planner.layout(p), planned.compute_axes))
         yield Quantity("parameter", axes), prod(planner.local_shape(p))
-    ahead = Counter(_weight_collectives(planner, planned))
+    ahead, results = Counter(_weight_collectives(planner, planned)), Counter(planned.results if planned.once else ())
     for c in planned.collectives:
         ahead[c] -= (goes := ahead[c] > 0)
+        results[c] -= (is_left_out := results[c] > 0)
         if c.dtype != "compute" or c.op == "rotate":
             continue
         elements = c.elements * even_sent_share(planner, o, c)
-        yield Quantity("ahead" if goes else "collective", mesh.order_axes(c.axes), c.op, c.phase), elements
+        kind = Quantity("ahead" if goes else "collective", mesh.order_axes(c.axes), c.op, c.phase)
+        yield kind._replace(again=not is_left_out), elements
         if c.op == "all_gather":
             is_kept = c.phase == "forward" and planner.scheme.gathered == "keep"
             if is_kept or not goes:
@@ -262,24 +299,40 @@ Column = NDArray[np.float64]
 USUAL = PassBytes((1.1, 1.0), (1.0, 1.0), (1.0, 1.0))  # meter by sketch, where a sketch's own sizes have no legal plan
 GROUPS = 4  # process groups of a rank, about
 LEAST = 1e-9  # seconds, for groups of one rank
+QUEUED = 2.0  # times as long as alone do messages take on crowded links, about
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Circumstances of all contenders of a search: the `hardware`, the `precision`, the model's `layers`, how many its
-    sketch has (`few`), sequences of a step (`batch`), numbers of optimizer state (`moments`), whether collectives
-    of parameters go on beside computation (`overlap`), whether devices have libraries that reserve memory, and MiB of
-    gradients in a bucket, None if the links say (`bucket_mib`)."""
+    """Circumstances of all contenders of a search: the `hardware`, the `precision`, the model's `layers`, its `units`,
+    each with its cost and whether it is of a layer, sequences of a step (`batch`), numbers of optimizer state
+    (`moments`), whether collectives of parameters go on beside computation (`overlap`), whether blocks are compiled
+    where they can be (`compiles`), whether devices have libraries that reserve memory, and MiB of gradients in a
+    bucket, None if the links say (`bucket_mib`)."""
 
     hardware: Hardware
     precision: str
     layers: int
-    few: int
+    units: tuple[tuple[float, bool], ...]
     batch: int
     moments: int
     overlap: bool
+    compiles: bool
     libraries: bool
     bucket_mib: int | None
+
+
+@lru_cache(maxsize=1 << 12)
+def share_units(units: Sequence[tuple[float, bool]], stages: int, chunks: int) -> NDArray[np.float64]:
+    """Return the shares that each stage has of a model's `units`, as plans place them, [3, stages]: of all layers, and
+    of what is around them, by its cost and by its number."""
+    totals, shares = [[sum(c for c, of in units if of is kind) for kind in (True, False)], np.zeros((3, stages))]
+    around = sum(not of_layer for _, of_layer in units)
+    for number, part in enumerate(place_layers([cost for cost, _ in units], stages * chunks)):
+        for cost, of_layer in (units[i] for i in part):
+            share = (cost / totals[0], 0, 0) if of_layer else (0, cost / totals[1], 1 / around)
+            shares[:, number % stages] += share
+    return shares
 
 
 class Estimate(NamedTuple):
@@ -287,6 +340,16 @@ class Estimate(NamedTuple):
 
     seconds: Column
     memory: Column
+
+
+class _PassSums(NamedTuple):
+    """Seconds of the forward and the backward pass of some numbers, of each contender: `computing`, `waiting`, and
+    moving operands `ahead`, beside computing; and seconds of the `host`, or kernels that it launches."""
+
+    computing: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    ahead: NDArray[np.float64]
+    host: NDArray[np.float64]
 
 
 class _ParameterCosts(NamedTuple):
@@ -300,6 +363,20 @@ class _ParameterCosts(NamedTuple):
     last: Column
     gathers: Column
     updated: Column
+
+
+def once_each(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method of an estimator that computes once for equal arguments."""
+
+    @wraps(method)
+    def look_up(self: Estimator, *arguments: Any) -> Any:
+        """Return what the method of an estimator has for some arguments."""
+        key = method.__name__, *arguments
+        if key not in self._computed:
+            self._computed[key] = method(self, *arguments)
+        return self._computed[key]
+
+    return look_up
 
 
 class Estimator:
@@ -318,11 +395,13 @@ class Estimator:
         """Evaluate all numbers of a sketch for all contenders."""
         self.setting, self.axes, self.columns, self.quotients = setting, axes, columns, quotients
         self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.evaluate_columns(columns)
-        self.layer = sketch.numbers.layer
-        self.whole = sketch.numbers.once + (setting.layers - setting.few) * sketch.numbers.layer
-        self.ends = np.maximum(0.0, sketch.numbers.once - setting.few * sketch.numbers.layer)
+        self.layer, self.whole = sketch.numbers.layer, sketch.numbers.whole
+        self.ends = np.maximum(0.0, self.whole - setting.layers * self.layer)
         self.size = ITEMSIZE[setting.precision]
         self.stages = columns["stage"]
+        alone = set(axes) <= {"data", "zero"}
+        self.compiles = setting.compiles and sketch.is_traceable and alone
+        self._computed: dict[tuple, Any] = {}
 
     @cached_property
     def _ranks_by_axis(self) -> dict[str, tuple[Column, Column]]:
@@ -343,34 +422,26 @@ class Estimator:
         node_ranks = prod((self._ranks_by_axis[a][1] for a in axes), start=np.ones_like(size))
         return group_seconds(op, size, self._group_size(axes), node_ranks, self.setting.hardware)
 
-    @cached_property
-    def _pass_seconds(self) -> tuple[NDArray, NDArray, NDArray]:
-        """Return the seconds of each number, of computing, of waiting and of what goes on beside computing: arrays of
-        [forward and backward, numbers, contenders]."""
-        h, size = self.setting.hardware, self.size["compute"]
-        peak = h.peak_flops(self.setting.precision)
-        computing = np.zeros((2, *self.numbers.shape))
-        waiting, hidden = np.zeros_like(computing), np.zeros_like(computing)
-        for i, kind in enumerate(self.kinds):
-            number = self.numbers[i]
-            if kind.what == SIDES[0]:
-                product, count = MatrixProduct(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
-                computing[0, i] = count * self._product_seconds(product)
-                computing[1, i] = count * sum(map(self._product_seconds, product.gradient_products))
-            elif kind.what == "fused":
-                seconds = number / (peak * h.reached.attention)
-                computing[0, i], computing[1, i] = seconds, FUSED_BACKWARD * seconds
-            elif kind.what == "summed":
-                computing[1, i] = bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1)
-            elif kind.what == "touched":
-                seconds = bytes_seconds(number * size, h)
-                computing[0, i], computing[1, i] = kind.times[0] * seconds, kind.times[1] * seconds
-            elif kind.what == "collective":
-                waiting[int(kind.phase == "backward"), i] = self.collective_seconds(kind.op, kind.axes, number * size)
-            elif kind.what == "ahead":
-                into = hidden if self.setting.overlap else waiting
-                into[int(kind.phase == "backward"), i] = self.collective_seconds(kind.op, kind.axes, number * size)
-        return computing, waiting, hidden
+    def _price_number(self, i: int) -> tuple[int, Any, Any]:
+        """Return of which part of `_PassSums` a number is, and its seconds in the forward and the backward pass."""
+        kind, number, h, size = self.kinds[i], self.numbers[i], self.setting.hardware, self.size["compute"]
+        if kind.what == SIDES[0]:
+            product, count = MatrixProduct(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
+            backward = sum(map(self._product_seconds, product.gradient_products))
+            return 0, count * self._product_seconds(product), count * backward
+        if kind.what == "fused":
+            seconds = number / (h.peak_flops(self.setting.precision) * h.reached.attention)
+            return 0, seconds, FUSED_BACKWARD * seconds
+        if kind.what == "summed":
+            return 0, 0.0, bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1)
+        if kind.what == "touched":
+            seconds = bytes_seconds(number * size, h)
+            return 0, kind.times[0] * seconds, kind.times[1] * seconds
+        if kind.what in ("collective", "ahead"):
+            seconds = self.collective_seconds(kind.op, kind.axes, number * size)
+            is_forward = kind.phase == "forward"
+            return 1 + (kind.what == "ahead"), seconds * is_forward, seconds * (not is_forward)
+        return 0, 0.0, 0.0
 
     def _product_seconds(self, p: MatrixProduct) -> Column:
         """Return the seconds of a product of every contender, whose sizes are columns."""
@@ -378,15 +449,57 @@ class Estimator:
         tiled = price.tiling_shares(p.rows, p.columns, p.batch, h.processors, h.tile)
         return price.products_seconds(p, h, self.setting.precision, self.size["compute"], tiled)
 
-    def _sum_passes(self, occurrences: NDArray) -> tuple[Column, Column]:
-        """Return the seconds of both passes of the numbers, each so often as `occurrences` says."""
-        computing, waiting, hidden = (np.tensordot(part, occurrences, (1, 0)) for part in self._pass_seconds)
-        device_seconds = np.maximum(computing, hidden) + waiting
-        host = self._kernels @ occurrences * self.setting.hardware.launch
-        forward, backward = (
-            hidden_or_summed_seconds(device_seconds[i], host[i], self.setting.hardware) for i in (0, 1)
+    @cached_property
+    def _pass_sums(self) -> dict[str, _PassSums]:
+        """Return the seconds of passes of all layers and of the `whole` model, and of what recompute=full and
+        recompute=selective do again of all layers."""
+        layers = self.setting.layers * self.layer
+        weights = {
+            "layers": layers,
+            "whole": self.whole,
+            "full": layers * [kind.again for kind in self.kinds],
+            "selective": layers * [kind.inside for kind in self.kinds],
+        }
+        often, sums = np.array([*weights.values()]), np.zeros((3, len(weights), 2, len(self.stages)))
+        for i, kind in enumerate(self.kinds):
+            if kind.what in TIMED:
+                part, *seconds = self._price_number(i)
+                for phase in (0, 1):
+                    sums[part, :, phase] += often[:, i, None] * seconds[phase]
+        kept_parts = self.collective_seconds("all_gather", self._stream[1], self._stream[0] * self.size["compute"])
+        sums[1, 2, 0] += self._blocks * kept_parts
+        kernels = (often @ self._kernels.T)[:, :, None]
+        return {name: _PassSums(*sums[:, k], kernels[k]) for k, name in enumerate(weights)}
+
+    @once_each
+    def _sum_passes(self, name: str, recompute: str, is_split: bool) -> _PassSums:
+        """Return the seconds of passes of all `layers`, or of the `whole` model, with one kind of recomputation.
+        `is_split`: True if weight gradients have passes of their own."""
+        first, *parts = self._pass_sums[name], self._pass_sums["layers"]
+        if again := self._pass_sums.get(recompute):
+            first, *parts = (
+                _PassSums(*(part + np.stack([0 * more[0], more[0]]) for part, more in zip(each, again, strict=True)))
+                for each in (first, *parts)
+            )
+        calls = CALLS_OF_KERNEL * first.host
+        if self.compiles and not is_split and recompute != "selective":  # each block as one function
+            of_blocks = CALLS_OF_BLOCK * self._blocks * np.array([[1], [1 + (recompute == "full")]])
+            calls = of_blocks + CALLS_OF_KERNEL * (first.host - parts[0].host)
+        return first._replace(host=host_seconds(first.host, calls, self.setting.hardware))
+
+    @property
+    def _blocks(self) -> int:
+        """Return the number of blocks of the model's layers."""
+        return sum(of_layer for _, of_layer in self.setting.units)
+
+    def _device_seconds(self, sums: _PassSums, moved: Any = 0.0, slower: float = 1.0) -> NDArray[np.float64]:
+        """Return the seconds of both passes, beside which collectives of parameters take `moved` seconds. `slower`: so
+        many times as long as alone does computing take."""
+        hidden = np.minimum(sums.ahead + moved, sums.computing if self.setting.overlap else 0.0)
+        exposed = sums.ahead + moved - (1 - self.setting.hardware.interference) * hidden
+        return hidden_or_summed_seconds(
+            slower * sums.computing + sums.waiting + exposed, sums.host, self.setting.hardware
         )
-        return forward, backward
 
     @cached_property
     def _kernels(self) -> NDArray[np.float64]:
@@ -398,16 +511,6 @@ class Estimator:
         )
         return np.array(list(pairs), dtype=float).T
 
-    @cached_property
-    def _layer_times(self) -> tuple[Column, Column, Column, Column, Column, Column]:
-        """Return the seconds of the passes, forward and backward, of a layer, of all around the layers, and of all."""
-        return (*self._sum_passes(self.layer), *self._sum_passes(self.ends), *self._sum_passes(self.whole))
-
-    @cached_property
-    def _recompute_seconds(self) -> Column:
-        """Return the seconds in which recompute=selective does the inside of attention again, of a layer."""
-        return self._sum_passes(self.layer * [kind.inside for kind in self.kinds])[0]
-
     def sketch_passes(self, recompute: str) -> PassBytes:
         """Return the bytes of passes by the sketch alone: as many as there are results."""
         kept = np.array([kind.what == "kept" for kind in self.kinds]) * self.size["compute"]
@@ -415,11 +518,11 @@ class Estimator:
         until_weights = np.array([kind.what in ("kept", "pending") for kind in self.kinds]) * self.size["compute"]
         layer, outside, ends = (w @ self.numbers for w in (self.layer * kept, self.layer * outside, self.ends * kept))
         pending, pending_ends = self.layer * until_weights @ self.numbers, self.ends * until_weights @ self.numbers
-        stream = self._stream_elements * self.size["compute"]
+        stream = self._stream[0] * self.size["compute"]
         each = {"full": stream, "selective": outside}.get(recompute, layer)
         return PassBytes((each, ends), (pending, pending_ends), (pending + pending_ends,) * 2)
 
-    @cache  # noqa: B019
+    @once_each
     def _pass_bytes(self, recompute: str) -> PassBytes:
         """Return the bytes of passes as the meter would count them."""
         by_sketch, quotients = self.sketch_passes(recompute), self.quotients.get(recompute, USUAL)
@@ -427,7 +530,7 @@ class Estimator:
             tuple(size * q for size, q in zip(*pair, strict=True)) for pair in zip(by_sketch, quotients, strict=True)
         ))  # fmt: skip
 
-    @cache  # noqa: B019
+    @once_each
     def _parameter_costs(self, zero: int) -> _ParameterCosts:
         """Return what a worker has of all parameters and does with them, as if they were on one stage."""
         master, compute = self.size["master"], self.size["compute"]
@@ -439,11 +542,12 @@ class Estimator:
             shards = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
-            buckets = np.minimum(self._count_buckets(axes), max(1.0, self.whole[rows].sum()))
-            bucket_bytes = elements * master / buckets
-            each = self.collective_seconds("reduce_scatter" if zero else "all_reduce", axes, bucket_bytes)
-            gathered_bytes = bucket_bytes * compute / master / shards
-            gather = self.collective_seconds("all_gather", axes, gathered_bytes) if zero else 0.0
+            blocks = max(1.0, min(self.whole[rows].sum(), self.setting.layers + 2))
+            buckets = blocks if zero == 3 else np.minimum(self._count_buckets(axes), blocks)
+            elements_at_once = elements / buckets
+            summed_bytes = elements_at_once * (compute if zero >= 2 else master)
+            each = self.collective_seconds("reduce_scatter" if zero else "all_reduce", axes, summed_bytes)
+            gather = self.collective_seconds("all_gather", axes, elements_at_once * compute / shards) if zero else 0.0
             more = elements * held, of_layer * held, buckets * each, each, buckets * gather, elements / state
             costs = _ParameterCosts(*(total + part for total, part in zip(costs, more, strict=True)))
         return costs
@@ -452,7 +556,7 @@ class Estimator:
         """Return which numbers are of parameters whose gradients are summed over some axes."""
         return [i for i, kind in enumerate(self.kinds) if kind == Quantity("parameter", axes, inside=kind.inside)]
 
-    @cache  # noqa: B019
+    @once_each
     def _count_buckets(self, axes: tuple[str, ...]) -> Column:
         """Return in how many buckets all gradients that are summed over some axes are, wherever blocks end."""
         size = self.whole[self._parameter_rows(axes)] @ self.numbers[self._parameter_rows(axes)] * self.size["master"]
@@ -463,17 +567,14 @@ class Estimator:
         return price.choose_bucket_count(transfer, np.maximum(LEAST, self.setting.hardware.interference * latency))
 
     @cached_property
-    def _stream_elements(self) -> Column:
-        """Return the elements of the activation between two layers, of which each rank keeps or sends its part."""
+    def _stream(self) -> tuple[Column, tuple[str, ...]]:
+        """Return the elements of the activation between two layers that each rank keeps or sends, its part of what is
+        replicated over some axes, and these axes."""
         candidates = [i for i, kind in enumerate(self.kinds) if kind.what == "stream"]
         candidates = candidates or [i for i, kind in enumerate(self.kinds) if kind.what == "kept"]
-        return self.numbers[max(candidates, key=lambda i: self.numbers[i].max(initial=0.0))]
-
-    @cached_property
-    def _seconds_per_send(self) -> Column:
-        """Return the seconds in which a stage sends an activation to the next."""
-        crosses_nodes = self._ranks_by_axis["stage"][1] > 1
-        return message_seconds(self._stream_elements * self.size["compute"], crosses_nodes, self.setting.hardware)
+        largest = max(candidates, key=lambda i: self.numbers[i].max(initial=0.0))
+        axes = tuple(a for a in self.kinds[largest].axes if a in self.axes)
+        return self.numbers[largest] / self._group_size(axes), axes
 
     @cached_property
     def _num_microbatches(self) -> Column:
@@ -481,74 +582,107 @@ class Estimator:
         replicas = self._group_size(tuple(a for a in self.axes if a in REPLICAS))
         return np.ceil(self.setting.batch / (self.columns["microbatch"] * replicas))
 
-    def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> Estimate:
-        """Estimate the contenders `rows` in one mode."""
-        s, stages, sent = self.setting, self.stages[rows], self._seconds_per_send[rows]
-        m = np.maximum(self._num_microbatches[rows], stages if mode.chunks > 1 else 1)
-        forward, backward, ends_forward, ends_backward, all_forward, all_backward = (
-            part[rows] for part in self._layer_times
-        )
-        again = {"full": self._layer_times[0], "selective": self._recompute_seconds}.get(mode.recompute)
-        if again is not None:
-            backward, all_backward = backward + again[rows], all_backward + s.layers * again[rows]
-        layer, ends, whole = forward + backward, ends_forward + ends_backward, all_forward + all_backward
-        per = np.ceil(s.layers / (stages * mode.chunks))
-        slack = (stages * mode.chunks * per - s.layers) * layer
-        deepest = mode.chunks * per * layer + np.maximum(0.0, ends - slack)
-        lockstep = 1 + price.LOCKSTEP if mode.chunks > 1 else 1.0
-        slowest = lockstep * np.where(stages == 1, whole, np.minimum(whole, deepest))
-        lost = whole / stages * (forward / layer if mode.kind == "zb_h1" else 1.0)
-        bubble = (stages - 1) * (lost / mode.chunks + 2 * sent)
-        handed = np.where(stages > 1, 4 * mode.chunks * sent, 0.0)
-        costs = _ParameterCosts(*(part[rows] for part in self._parameter_costs(mode.zero)))
-        state = np.where(stages == 1, costs.state, np.minimum(
-            costs.state, mode.chunks * per * costs.layer_state + (costs.state - s.layers * costs.layer_state) / 2
-        ))  # fmt: skip
-        exposed = self._exposed_seconds(mode, m, costs, all_forward, all_backward, stages)
-        update = bytes_seconds(costs.updated / stages * update_bytes(self.size, s.moments), s.hardware)
-        held = self._activation_bytes(mode, rows, m, mode.chunks * per)
-        return Estimate(m * (slowest + handed) + bubble + exposed + update, self._add_library_reserve(state + held))
+    def _most_of_stages(self, chunks: int, *totals: Column, rows: Sequence[int] = (0, 1)) -> Column:
+        """Return the most that any stage has of the `totals` of layers and of what is around them, by these `rows` of
+        `share_units`."""
+        most = np.asarray(totals[0] + totals[1])
+        for n in np.unique(self.stages[self.stages > 1]):
+            shares = np.unique(share_units(self.setting.units, int(n), chunks)[[*rows]], axis=1)
+            alike = self.stages == n
+            most[alike] = (shares[0][:, None] * totals[0][alike] + shares[1][:, None] * totals[1][alike]).max(axis=0)
+        return most
 
-    def _exposed_seconds(
-        self, mode: Contender, m: Column, costs: _ParameterCosts, forward: Column, backward: Column, stages: Column
-    ) -> Column:
-        """Return the seconds of a step for collectives of parameters that its passes, `forward` and `backward` of the
-        whole model in all `stages`, do not hide, and by which those slow the passes that are hidden."""
-        passes, interference = forward + backward, self.setting.hardware.interference
-        hides = 1.0 if self.setting.overlap else 0.0
+    @once_each
+    def _microbatches_of(self, chunks: int) -> Column:
+        """Return the microbatches of a step with so many chunks on a stage, of which several have a turn for each
+        stage."""
+        return np.maximum(self._num_microbatches, self.stages if chunks > 1 else 1)
+
+    @once_each
+    def _passes_seconds(self, kind: str, chunks: int, recompute: str) -> Column:
+        """Return the seconds from the first to the last pass of a step, with waits for other stages."""
+        h, stages, slower = self.setting.hardware, self.stages, 1 + price.LOCKSTEP * (chunks > 1)
+        of_layers, of_whole = (self._sum_passes(name, recompute, kind == "zb_h1") for name in ("layers", "whole"))
+        layers, whole = (self._device_seconds(sums, slower=slower).sum(axis=0) for sums in (of_layers, of_whole))
+        slowest = self._most_of_stages(chunks, layers, np.maximum(0.0, whole - layers))
+        part = self._stream[0] * self.size["compute"]
+        sent = message_seconds(part, self._ranks_by_axis["stage"][1] > 1, h)
+        gathered = self.collective_seconds("all_gather", self._stream[1], part)
+        crowded = (kind != "1f1b") & (2 * sent > price.CROWDED * whole / (stages * chunks))
+        handed = 2 * (chunks - 1 / stages) * (gathered + sent * np.where(crowded, QUEUED, 1.0)) * (stages > 1)
+        m, lost = self._microbatches_of(chunks), np.maximum(0.0, whole - slowest)
+        if kind == "zb_h1":  # weight gradients fill the pause, if there are enough microbatches
+            forward, backward = self._device_seconds(of_layers, slower=slower) / np.maximum(LEAST**2, layers)
+            few = lost * (forward + backward / 2) - (m - 1) * forward * slowest
+            lost = np.maximum(lost * forward, few)
+        return m * (slowest + handed) + (lost + (stages - 1) * handed) / chunks
+
+    @once_each
+    def _stage_state(self, zero: int, chunks: int) -> Column:
+        """Return the bytes of parameters and of what belongs to them on the worker that has most."""
+        costs, layers = self._parameter_costs(zero), self.setting.layers
+        of_layers = layers * costs.layer_state
+        return self._most_of_stages(chunks, of_layers, np.maximum(0.0, costs.state - of_layers), rows=(0, 2))
+
+    @once_each
+    def _parameter_seconds(self, zero: int, chunks: int, recompute: str) -> Column:
+        """Return the seconds of a step for collectives of parameters that passes do not hide, and by which those slow
+        the passes that are hidden, and for the update."""
+        s, costs, passes = self.setting, self._parameter_costs(zero), self._sum_passes("whole", recompute, False)
+        share = self._stage_state(zero, chunks) / costs.state  # of the stage that has most
+        forward, backward = passes.computing / self.stages if s.overlap else 0 * passes.computing
 
         def exposed_seconds(total: Column, beside: Column) -> Column:
-            """Return the seconds by which collectives once a step make it longer, in all stages."""
-            buckets, each = costs.reduces / np.maximum(costs.last, LEAST**2), hides * beside / mode.chunks
-            hidden = price.beside_passes_seconds(total, buckets, mode.chunks, stages, each)
-            return total - (1 - interference) * hidden
+            """Return the seconds by which collectives once a step make it longer."""
+            buckets = costs.reduces / np.maximum(costs.last, LEAST**2) * share
+            hidden = price.beside_passes_seconds(total * share, buckets, chunks, self.stages, beside / chunks)
+            return total * share - (1 - s.hardware.interference) * hidden
 
-        gathers = exposed_seconds(costs.gathers, forward) if mode.zero in (1, 2) else 0.0
-        if mode.zero < 2:
-            return (exposed_seconds(costs.reduces, backward) + gathers) / stages
-        moved = costs.reduces + (2 * costs.gathers if mode.zero == 3 else 0.0)
-        hidden = np.minimum(moved, hides * passes)
-        return (m * (moved - hidden + interference * hidden) + gathers) / stages
+        seconds = bytes_seconds(costs.updated * share * update_bytes(self.size, s.moments), s.hardware)
+        if zero in (1, 2):
+            seconds = seconds + exposed_seconds(costs.gathers, forward)
+        if zero < 2:
+            return seconds + exposed_seconds(costs.reduces, backward)
+        gathers = costs.gathers if zero == 3 else 0 * costs.gathers
+        moved = np.stack([gathers, gathers + costs.reduces]) * share * self.stages
+        longer = self._device_seconds(passes, moved) - self._device_seconds(passes)
+        return seconds + self._microbatches_of(chunks) * longer.sum(axis=0) / self.stages
 
-    def _activation_bytes(self, mode: Contender, rows: NDArray[np.intp], m: Column, layers: Column) -> Column:
-        """Return the bytes of activations in flight on the first stage or the last, of so many `layers`, whichever
-        takes more, and of the layer at work."""
-        stages, bytes_of_passes, splits = self.stages[rows], self._pass_bytes(mode.recompute), mode.kind == "zb_h1"
-        (kept, kept_ends), (pending, pending_ends) = ([part[rows] for part in parts] for parts in bytes_of_passes[:2])
-        more = (stages - 1) / mode.chunks if mode.chunks > 1 else 0.0
-        first = m if mode.kind == "gpipe" else np.minimum(m, stages + more)
-        last = m if mode.kind == "gpipe" else np.minimum(m, 1 + more * (mode.chunks - 1))
-        work, per_pass = bytes_of_passes.work[splits][rows], layers / mode.chunks
-        if mode.recompute == "full":  # whose stretches keep their inputs, and are whole while they are computed again
-            at_once = np.minimum(mode.recompute_every, per_pass)
-            work = work + (at_once - 1) * self._pass_bytes("none").kept[0][rows]
+    def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> Estimate:
+        """Estimate the contenders `rows` in one mode."""
+        seconds = self._passes_seconds(mode.kind, mode.chunks, mode.recompute)
+        parameters = self._parameter_seconds(mode.zero, mode.chunks, mode.recompute)
+        held = self._activation_bytes(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)
+        state = self._stage_state(mode.zero, mode.chunks)
+        return Estimate(seconds[rows] + parameters[rows], self._add_library_reserve(state[rows] + held[rows]))
+
+    @once_each
+    def _activation_bytes(self, kind: str, chunks: int, recompute: str, every: int) -> Column:
+        """Return the bytes of activations in flight on the stage that takes most, and of the layer at work."""
+        bytes_of_passes, splits, m = self._pass_bytes(recompute), kind == "zb_h1", self._microbatches_of(chunks)
+        (kept, kept_ends), (pending, pending_ends) = bytes_of_passes[:2]
+        work, layers = bytes_of_passes.work[splits], self.setting.layers
+        per_pass = np.ceil(layers / (self.stages * chunks))
+        if recompute == "full":  # whose stretches keep their inputs, and are whole while they are computed again
+            at_once = np.minimum(every, per_pass)
+            work = work + (at_once - 1) * self._pass_bytes("none").kept[0]
             kept = kept * np.ceil(per_pass / at_once) / per_pass
-        delayed = np.minimum(m, stages) - 1 if splits else 0.0
-        again = np.maximum(0.0, pending - kept) if splits else 0.0  # what the pass at work does not take over
-        on_first = first * layers * kept + per_pass * again
-        on_last = last * (layers * kept + np.maximum(0.0, kept_ends))
-        on_last += per_pass * (delayed * pending + again) + delayed * np.maximum(0.0, pending_ends)
-        held = np.where(stages == 1, m * 0 + layers * kept + kept_ends, np.maximum(on_first, on_last))
+        held = layers * kept + np.maximum(0.0, kept_ends)
+        for n in np.unique(self.stages[self.stages > 1]):
+            alike, number = self.stages == n, np.arange(n)[:, None]
+            deep, around, _ = share_units(self.setting.units, int(n), chunks)[:, :, None]
+            more = (n - 1) / chunks if chunks > 1 else 0.0
+            first, last = n + more, 1 + more * (chunks - 1)
+            flights = np.minimum(m[alike], first - number / (n - 1) * (first - last))
+            if kind == "gpipe":
+                flights = m[alike]
+            of_stage = flights * (deep * layers * kept[alike] + around * np.maximum(0.0, kept_ends[alike]))
+            if splits:  # weight gradients wait, the more the later the stage
+                delayed = np.minimum(m[alike] - 1, number)
+                again = np.maximum(0.0, pending - kept)[alike]  # what the pass at work does not take over
+                of_stage = of_stage + deep * layers / chunks * (delayed * pending[alike] + again)
+                of_stage = of_stage + delayed * around * np.maximum(0.0, pending_ends[alike])
+            held[alike] = of_stage.max(axis=0)
         return held + work
 
     def _add_library_reserve(self, memory: Column) -> Column:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, inf, log, prod
 from typing import Any, NamedTuple
 
@@ -19,12 +19,14 @@ from platform.config.fields import ALL, Config
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
 from platform.optimizer.optimizers import count_states_per_element
+from platform.plan.chunks import measure_units
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_divisors, find_factorizations, format_count
+from platform.plan.operations.recorder import Recorder
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_seconds
-from platform.plan.step_collectives import resolve_auto_kernels
+from platform.plan.step_collectives import may_compile, resolve_auto_kernels
 from platform.predict.contenders import (
     AXIS,
     CHOOSABLE,
@@ -269,11 +271,22 @@ class ContenderGrid:
     def search_circumstances(self) -> Circumstances:
         """Return what all contenders share."""
         c = self.space.config
-        few, libraries = min(FEW, c.model.layers), device_kind(c) == "cuda"
         return Circumstances(
-            self.hardware, c.precision, c.model.layers, few, c.train.global_batch, count_states_per_element(c),
-            c.parallel.overlap, libraries, read_bucket_size(c),
+            self.hardware, c.precision, c.model.layers, self._measure_units(), c.train.global_batch,
+            count_states_per_element(c), c.parallel.overlap,
+            may_compile(c.train.compile, "cuda") and not (c.model.dropout or c.train.freeze),
+            device_kind(c) == "cuda", read_bucket_size(c),
         )  # fmt: skip
+
+    def _measure_units(self) -> tuple[tuple[float, bool], ...]:
+        """Return the units of the model, each with its cost and whether it is of a layer."""
+        start, model = self.space.list_starts()[0], build_model(self.space.config.model)
+        ones = dict.fromkeys([*self._list_sketched(start.scheme), *list_parts(SIZE)], 1)
+        scheme = compose_config_scheme(self.space.build_config(self.space.build_contender(start, ones)), 1, "gather")
+        sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": 1}
+        costs = measure_units(model, partial(Recorder, scheme, sizes=sizes), sizes)
+        names = getattr(model, "units", ())
+        return tuple((cost, name[-1].isdigit()) for name, cost in zip(names, costs, strict=True)) or ((1.0, False),)
 
     def rate_contenders(self) -> tuple[list[Rated], int]:
         """Return the best contenders of every scheme and mode, the best by estimate first, and the number of all."""

@@ -260,6 +260,7 @@ class ResidualOp(Op):
     """x plus y, both of type `spec`, with dropout `name` of y: a residual connection."""
 
     memory_accesses = (3, 3)  # its gradient meets another, of the norm, and both are added
+    needs_no_value = True
 
     def compose_operation(self, ops, name, x, y, spec):
         """Compose the residual connection x + dropout(y) from the model's operations add and dropout."""
