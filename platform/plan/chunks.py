@@ -129,7 +129,7 @@ def record_chunks(
     assert count <= len(units), "platform.predict.make_plan refuses it"
 
     if not parts:
-        places = place_layers(measure_units(model, recorder, sizes), count)
+        places = place_layers([cost for cost, _ in measure_units(model, recorder, sizes)], count)
         parts = [units[unit_range.start : unit_range.stop] for unit_range in places]
     flow, chunks = dict[str, Symbol](), []
     for number, part in enumerate(parts, 1):
@@ -139,15 +139,18 @@ def record_chunks(
     return chunks
 
 
-def measure_units(model: RecordableModel, recorder: Callable[[], Recorder], sizes: Mapping[str, int]) -> list[float]:
-    """Return the forward costs of a model's units, by which they are divided over chunks; arguments as in
-    `record_chunks`."""
+def measure_units(
+    model: RecordableModel, recorder: Callable[[], Recorder], sizes: Mapping[str, int]
+) -> list[tuple[float, tuple]]:
+    """Return the forward costs of a model's units, by which they are divided over chunks, each with a key that alike
+    units share; arguments as in `record_chunks`."""
     flow, costs, cost_of = dict[str, Symbol](), [], dict[tuple, float]()  # layers are alike
     for unit in getattr(model, "units", ()):
         whatever_is_done_again = replace(recorder(), recompute=NO_RECOMPUTATION)
         ops, flow = _record_part(model, flow, [unit], whatever_is_done_again)
         cost_of |= {o.nameless_key: forward_cost(o, sizes) for o in ops.operations if o.nameless_key not in cost_of}
-        costs.append(sum(cost_of[o.nameless_key] for o in ops.operations))
+        key = tuple(o.nameless_key for o in ops.operations)
+        costs.append((sum(map(cost_of.__getitem__, key)), key))
     return costs
 
 

@@ -43,8 +43,10 @@ from platform.predict.work import (
     FUSED_BACKWARD,
     SUMMED,
     MatrixProduct,
+    accesses_to_rebuild,
     attention_flops,
-    even_routing_share_of_spec,
+    even_share_of_planned_rows,
+    even_share_of_planned_rows_of_spec,
     even_sent_share,
     list_group_products,
 )
@@ -60,17 +62,17 @@ Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
 FEW = 4  # layers of a model from whose last one the bytes of deeper ones follow
 SEQUENCES = "microbatch"  # variable beside the sizes of axes
 SIDES = "rows", "columns", "inner", "batch"  # of a product
-TIMED = SIDES[0], "fused", "summed", "touched", "collective", "ahead"  # numbers that take time
+TIMED = SIDES[0], "fused", "summed", "touched", "rebuilt", "collective", "ahead"  # numbers that take time
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
 
 
 class Quantity(NamedTuple):
     """Meaning of a number of an operation: the SIDES of a product and how many such `products` there are; `fused` FLOPs
     of attention; elements of weights whose gradients are `summed` over microbatches; elements that are `touched` so
-    often in the forward and the backward pass (`times`), `kept` for the latter, of the `stream` between blocks, of a
-    `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead` if it is a weight's. A stream
-    is replicated over its `axes`. `inside`: part of attention, done again with recompute=selective; `again`: done again
-    with recompute=full."""
+    often in the forward and the backward pass (`times`), or there to be `rebuilt`, `kept` for the latter, of the
+    `stream` between blocks, of a `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
+    if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
+    recompute=selective; `again`: done again with recompute=full."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -150,7 +152,7 @@ class _SketchRecorder(Recorder):
         if function != "identity":
             inputs = tuple(a.spec for a in x)
             self.operations.append(Operation("pointwise", function, inputs, inputs[:1], recomputed=self._recomputing))
-        return x[0]
+        return super().pointwise(function, *x)
 
     def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
         """Take note of a residual connection."""
@@ -161,7 +163,8 @@ class _SketchRecorder(Recorder):
 def count_operations(config: Any, layers: int, scheme: Scheme) -> Counter[Operation]:
     """Return the operations of a model with so many layers, equal ones counted together under one of them."""
     model = build_model(replace(config, layers=layers))
-    recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout)
+    sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": BASE}
+    recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout, sizes=sizes)
     recorded: dict[tuple, Any] = find_recordings(model, recorder)
     if _SketchRecorder not in recorded:
         model.forward(recorder, {name: name for name in model.inputs})
@@ -169,27 +172,36 @@ def count_operations(config: Any, layers: int, scheme: Scheme) -> Counter[Operat
     return recorded[_SketchRecorder]  # type: ignore[index]
 
 
-def sketch_model(config: Any, scheme: Scheme, axes: Sequence[str]) -> Sketch | None:
+def sketch_model(
+    config: Any, scheme: Scheme, axes: Sequence[str], alike: Mapping[int, int] | None = None
+) -> Sketch | None:
     """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
-    ranks; None if no plan of it is legal. `config`: the group model of a configuration."""
-    operations = count_operations(config, config.layers, scheme)
-    first_layer = count_operations(config, 1, scheme) if config.layers > 1 else Counter[Operation]()
-    of_first = {o.nameless_key: n for o, n in first_layer.items()}
+    ranks; None if no plan of it is legal. `config`: the group model of a configuration; `alike`: how many of the layers
+    behind the first one are as the layer of a number, by default all as the second."""
+    alike = {number: n for number, n in (alike or {1: config.layers - 1}).items() if n}
+    of_first, deeper = count_operations(config, 1, scheme), Counter[tuple]()
+    operations = count_operations(config, max(alike, default=0) + 1, scheme)
+    for number, n in alike.items():
+        for layers, sign in ((number + 1, n), (number, -n)):
+            for o, count in count_operations(config, layers, scheme).items():
+                deeper[o.nameless_key] += sign * count
+    first = {o.nameless_key: n for o, n in of_first.items()}
     variables = (*axes, SEQUENCES)
     plannable = [o for o in operations if OPERATIONS[o.kind] not in (Ops.pointwise, Ops.residual)]
     kinds, values, exponents, whole, layer = [], [], [], [], []
     try:
         probes = (_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables))
         planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
-        for o, n in operations.items():
+        for o in operations:
+            more_layers = deeper[o.nameless_key]
             quantities = [list(_iterate_quantities(*pair, o)) for pair in planners]
             for i, (kind, value) in enumerate(quantities[0]):
                 grown = [more[i][1] if len(more) == len(quantities[0]) else value for more in quantities[1:]]
                 kinds.append(kind._replace(inside=o.recomputed))
                 values.append(value)
                 exponents.append([round(log2(g / value)) if g and value else 0 for g in grown])
-                whole.append(n)
-                layer.append((n - of_first.get(o.nameless_key, 0)) / max(1, config.layers - 1))
+                whole.append(first.get(o.nameless_key, 0) + more_layers)
+                layer.append(more_layers / max(1, config.layers - 1))
     except ValueError:
         return None
     planner = planners[0][0]
@@ -223,7 +235,7 @@ def _iterate_quantities(
     even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
     output = o.outputs[0] if o.outputs else None
     room = float(prod(planner.local_shape(output))) if output else 0.0
-    size = room * even_routing_share_of_spec(planner, output) if output else 0.0
+    size = room * even_share_of_planned_rows_of_spec(planner, output) if output else 0.0
     op, mesh = OPERATIONS[o.kind], planner.mesh
     if op in (Ops.pointwise, Ops.residual):
         accesses = op.memory_accesses if op is Ops.residual else Ops.pointwise.accesses_by_inputs[len(o.inputs)]
@@ -239,6 +251,9 @@ def _iterate_quantities(
             sides = zip(SIDES, product[: len(SIDES)], strict=True)
             yield from ((Quantity(side, again=not planned.once), size) for side, size in sides)
             yield Quantity("products", again=not planned.once), count
+        for group in (g for g in planned.groups if planned.rebuilds_input(g)):
+            rebuilt = prod(group.x.before) * even_share_of_planned_rows(planner, o)
+            yield Quantity("rebuilt", times=(0, accesses_to_rebuild(o))), rebuilt
         weights = (e for g in planned.groups for e in g.einsums if isinstance(o.inputs[1 + e.index], Parameter))
         yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
     else:
@@ -335,6 +350,16 @@ def share_units(units: Sequence[tuple[float, bool]], stages: int, chunks: int) -
     return shares
 
 
+@lru_cache(maxsize=1 << 12)
+def distinct_shares(
+    units: Sequence[tuple[float, bool]], stages: int, chunks: int, by_number: bool
+) -> NDArray[np.float64]:
+    """Return the distinct shares that stages have of all layers, and of what is around them, [..., 2], by its cost or
+    `by_number` of its units."""
+    layers, by_cost, around = share_units(units, stages, chunks)
+    return np.unique(np.stack([layers, around if by_number else by_cost], axis=1), axis=0)
+
+
 class Estimate(NamedTuple):
     """Estimated `seconds` of a step and `memory` in bytes of the worker that needs most, of many contenders."""
 
@@ -346,10 +371,26 @@ class _PassSums(NamedTuple):
     """Seconds of the forward and the backward pass of some numbers, of each contender: `computing`, `waiting`, and
     moving operands `ahead`, beside computing; and seconds of the `host`, or kernels that it launches."""
 
-    computing: NDArray[np.float64]
-    waiting: NDArray[np.float64]
-    ahead: NDArray[np.float64]
-    host: NDArray[np.float64]
+    computing: Any
+    waiting: Any
+    ahead: Any
+    host: Any
+
+    def scale(self, share: float) -> _PassSums:
+        """Return a share of all of it."""
+        return _PassSums(*(share * part for part in self))
+
+    def flip(self) -> _PassSums:
+        """Return it with what the backward pass has as the forward pass, and the other way around."""
+        return _PassSums(*(part[::-1] for part in self))
+
+    def add_backward(self, others: Sequence[_PassSums]) -> _PassSums:
+        """Return it with the forward passes of others in the backward pass too."""
+        parts = [part + np.stack([0 * part[0]] * 2) for part in self]
+        for other in others:
+            for part, more in zip(parts, other, strict=True):
+                part[1] += more[0]
+        return _PassSums(*parts)
 
 
 class _ParameterCosts(NamedTuple):
@@ -434,7 +475,7 @@ class Estimator:
             return 0, seconds, FUSED_BACKWARD * seconds
         if kind.what == "summed":
             return 0, 0.0, bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1)
-        if kind.what == "touched":
+        if kind.what in ("touched", "rebuilt"):
             seconds = bytes_seconds(number * size, h)
             return 0, kind.times[0] * seconds, kind.times[1] * seconds
         if kind.what in ("collective", "ahead"):
@@ -451,14 +492,21 @@ class Estimator:
 
     @cached_property
     def _pass_sums(self) -> dict[str, _PassSums]:
-        """Return the seconds of passes of all layers and of the `whole` model, and of what recompute=full and
-        recompute=selective do again of all layers."""
+        """Return the seconds of passes, and kernels of the host, of all layers and of the `whole` model, and of what of
+        all layers is `rebuilt`, and done again with recompute=full, of several blocks at a time (`between`) beside, and
+        with recompute=selective."""
         layers = self.setting.layers * self.layer
+        rebuilt, again, inside = (
+            np.array(flags)
+            for flags in zip(*((k.what == "rebuilt", k.again, k.inside) for k in self.kinds), strict=True)
+        )
         weights = {
-            "layers": layers,
-            "whole": self.whole,
-            "full": layers * [kind.again for kind in self.kinds],
-            "selective": layers * [kind.inside for kind in self.kinds],
+            "layers": layers * ~rebuilt,
+            "whole": self.whole * ~rebuilt,
+            "rebuilt": layers * rebuilt,
+            "full": layers * (again & ~rebuilt),
+            "between": layers * ~again,
+            "selective": layers * inside,
         }
         often, sums = np.array([*weights.values()]), np.zeros((3, len(weights), 2, len(self.stages)))
         for i, kind in enumerate(self.kinds):
@@ -466,26 +514,28 @@ class Estimator:
                 part, *seconds = self._price_number(i)
                 for phase in (0, 1):
                     sums[part, :, phase] += often[:, i, None] * seconds[phase]
-        kept_parts = self.collective_seconds("all_gather", self._stream[1], self._stream[0] * self.size["compute"])
-        sums[1, 2, 0] += self._blocks * kept_parts
         kernels = (often @ self._kernels.T)[:, :, None]
         return {name: _PassSums(*sums[:, k], kernels[k]) for k, name in enumerate(weights)}
 
     @once_each
-    def _sum_passes(self, name: str, recompute: str, is_split: bool) -> _PassSums:
-        """Return the seconds of passes of all `layers`, or of the `whole` model, with one kind of recomputation.
-        `is_split`: True if weight gradients have passes of their own."""
-        first, *parts = self._pass_sums[name], self._pass_sums["layers"]
-        if again := self._pass_sums.get(recompute):
-            first, *parts = (
-                _PassSums(*(part + np.stack([0 * more[0], more[0]]) for part, more in zip(each, again, strict=True)))
-                for each in (first, *parts)
-            )
-        calls = CALLS_OF_KERNEL * first.host
-        if self.compiles and not is_split and recompute != "selective":  # each block as one function
+    def _sum_passes(self, name: str, recompute: str, every: int, is_split: bool) -> _PassSums:
+        """Return the seconds of passes of all `layers`, or of the `whole` model, with one kind of recomputation of
+        `every` so many blocks at a time. `is_split`: True if weight gradients have passes of their own."""
+        by_block = self.compiles and not is_split and recompute != "selective"  # each one function
+        sums, layers, known = self._pass_sums[name], self._pass_sums["layers"], self._pass_sums
+        parts = self.collective_seconds("all_gather", self._stream[1], self._stream[0] * self.size["compute"])
+        kept_parts = _PassSums([0.0], [self._blocks / every * parts], [0.0], [0.0])
+        more = {
+            "none": [] if by_block else [known["rebuilt"].flip()],
+            "selective": [known["rebuilt"].flip(), known["selective"]],
+            "full": [known["full"], known["between"].scale(1 - 1 / every), kept_parts],
+        }[recompute]
+        sums, layers = (total.add_backward(more) for total in (sums, layers))
+        calls = CALLS_OF_KERNEL * sums.host
+        if by_block:
             of_blocks = CALLS_OF_BLOCK * self._blocks * np.array([[1], [1 + (recompute == "full")]])
-            calls = of_blocks + CALLS_OF_KERNEL * (first.host - parts[0].host)
-        return first._replace(host=host_seconds(first.host, calls, self.setting.hardware))
+            calls = of_blocks + CALLS_OF_KERNEL * (sums.host - layers.host)
+        return sums._replace(host=host_seconds(sums.host, calls, self.setting.hardware))
 
     @property
     def _blocks(self) -> int:
@@ -506,7 +556,7 @@ class Estimator:
         """Return the kernels that each number stands for, [forward and backward, numbers]."""
         launched = {"products": (1, 2), "fused": (1, 3)}
         pairs = (
-            (k.times[0] > 0, k.times[1] > 0) if k.what == "touched" else launched.get(k.what, (0, 0))
+            (k.times[0] > 0, k.times[1] > 0) if k.what in ("touched", "rebuilt") else launched.get(k.what, (0, 0))
             for k in self.kinds
         )
         return np.array(list(pairs), dtype=float).T
@@ -582,14 +632,18 @@ class Estimator:
         replicas = self._group_size(tuple(a for a in self.axes if a in REPLICAS))
         return np.ceil(self.setting.batch / (self.columns["microbatch"] * replicas))
 
-    def _most_of_stages(self, chunks: int, *totals: Column, rows: Sequence[int] = (0, 1)) -> Column:
-        """Return the most that any stage has of the `totals` of layers and of what is around them, by these `rows` of
-        `share_units`."""
-        most = np.asarray(totals[0] + totals[1])
-        for n in np.unique(self.stages[self.stages > 1]):
-            shares = np.unique(share_units(self.setting.units, int(n), chunks)[[*rows]], axis=1)
-            alike = self.stages == n
-            most[alike] = (shares[0][:, None] * totals[0][alike] + shares[1][:, None] * totals[1][alike]).max(axis=0)
+    @cached_property
+    def _groups_by_stages(self) -> list[tuple[int, NDArray[np.intp]]]:
+        """Return which contenders have so many stages, but for one."""
+        return [(int(n), np.flatnonzero(self.stages == n)) for n in np.unique(self.stages) if n > 1]
+
+    def _most_of_stages(self, chunks: int, layers: Column, around: Column, by_number: bool = False) -> Column:
+        """Return the most that any stage has of the totals of `layers` and of what is `around` them, by its cost, or
+        `by_number` of its units."""
+        most = np.asarray(layers + around)
+        for n, alike in self._groups_by_stages:
+            shares = distinct_shares(self.setting.units, n, chunks, by_number)
+            most[alike] = (shares[:, :1] * layers[alike] + shares[:, 1:] * around[alike]).max(axis=0)
         return most
 
     @once_each
@@ -599,10 +653,11 @@ class Estimator:
         return np.maximum(self._num_microbatches, self.stages if chunks > 1 else 1)
 
     @once_each
-    def _passes_seconds(self, kind: str, chunks: int, recompute: str) -> Column:
+    def _passes_seconds(self, kind: str, chunks: int, recompute: str, every: int) -> Column:
         """Return the seconds from the first to the last pass of a step, with waits for other stages."""
         h, stages, slower = self.setting.hardware, self.stages, 1 + price.LOCKSTEP * (chunks > 1)
-        of_layers, of_whole = (self._sum_passes(name, recompute, kind == "zb_h1") for name in ("layers", "whole"))
+        how = recompute, every, kind == "zb_h1"
+        of_layers, of_whole = self._sum_passes("layers", *how), self._sum_passes("whole", *how)
         layers, whole = (self._device_seconds(sums, slower=slower).sum(axis=0) for sums in (of_layers, of_whole))
         slowest = self._most_of_stages(chunks, layers, np.maximum(0.0, whole - layers))
         part = self._stream[0] * self.size["compute"]
@@ -622,13 +677,13 @@ class Estimator:
         """Return the bytes of parameters and of what belongs to them on the worker that has most."""
         costs, layers = self._parameter_costs(zero), self.setting.layers
         of_layers = layers * costs.layer_state
-        return self._most_of_stages(chunks, of_layers, np.maximum(0.0, costs.state - of_layers), rows=(0, 2))
+        return self._most_of_stages(chunks, of_layers, np.maximum(0.0, costs.state - of_layers), True)
 
     @once_each
     def _parameter_seconds(self, zero: int, chunks: int, recompute: str) -> Column:
         """Return the seconds of a step for collectives of parameters that passes do not hide, and by which those slow
         the passes that are hidden, and for the update."""
-        s, costs, passes = self.setting, self._parameter_costs(zero), self._sum_passes("whole", recompute, False)
+        s, costs, passes = self.setting, self._parameter_costs(zero), self._sum_passes("whole", recompute, 1, False)
         share = self._stage_state(zero, chunks) / costs.state  # of the stage that has most
         forward, backward = passes.computing / self.stages if s.overlap else 0 * passes.computing
 
@@ -650,7 +705,7 @@ class Estimator:
 
     def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> Estimate:
         """Estimate the contenders `rows` in one mode."""
-        seconds = self._passes_seconds(mode.kind, mode.chunks, mode.recompute)
+        seconds = self._passes_seconds(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)
         parameters = self._parameter_seconds(mode.zero, mode.chunks, mode.recompute)
         held = self._activation_bytes(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)
         state = self._stage_state(mode.zero, mode.chunks)
@@ -668,9 +723,9 @@ class Estimator:
             work = work + (at_once - 1) * self._pass_bytes("none").kept[0]
             kept = kept * np.ceil(per_pass / at_once) / per_pass
         held = layers * kept + np.maximum(0.0, kept_ends)
-        for n in np.unique(self.stages[self.stages > 1]):
-            alike, number = self.stages == n, np.arange(n)[:, None]
-            deep, around, _ = share_units(self.setting.units, int(n), chunks)[:, :, None]
+        for n, alike in self._groups_by_stages:
+            number = np.arange(n)[:, None]
+            deep, around, _ = share_units(self.setting.units, n, chunks)[:, :, None]
             more = (n - 1) / chunks if chunks > 1 else 0.0
             first, last = n + more, 1 + more * (chunks - 1)
             flights = np.minimum(m[alike], first - number / (n - 1) * (first - last))

@@ -3,6 +3,7 @@ priced, one chosen. `choose_plan` fills in the keys, and `format_ranking` shows 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -67,11 +68,11 @@ THINNEST = 1 / 16  # of the memory that there is: less makes no difference
 MOST, LEAST, LAYERS = 16, 8, 1000  # finalists that are planned though none can win: of so many layers together
 PATIENCE = 3  # times as many are planned at most without a better one that fits, and twice as many without any
 DOUBT = 0.1  # of its seconds: so much later is planned what is expected to lack memory, unless its mode errs
-TRUST = 2.0  # times the estimate of one that takes half of the memory: slower ones are dropped
+TRUST = 1.5  # times the estimate of one that takes half of the memory: slower ones are dropped
 LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
-ERRORS = 0.9, 0.8  # price by estimate of seconds, and of memory, that a mode of which none was planned may have
-WITHIN = 0.97, 0.9  # how far such quotients go below the least that was seen of the mode
-AKIN = 0.95  # how far the quotient of seconds of a mode of which none was planned goes below the least of its family
+ERRORS = 0.95, 0.8  # price by estimate of seconds, and of memory, that a mode of which none was planned may have
+WITHIN = 0.98, 0.9  # how far such quotients go below the least that was seen of the mode
+AKIN = 0.97  # how far the quotient of seconds of a mode of which none was planned goes below the least of its family
 
 MOST_SKETCHES = 500
 _SKETCHES: dict[str, Sketch | None] = {}  # by model and scheme: a search after a failure finds the start's sketches
@@ -271,22 +272,37 @@ class ContenderGrid:
     def search_circumstances(self) -> Circumstances:
         """Return what all contenders share."""
         c = self.space.config
+        costs = tuple((cost, name[-1].isdigit()) for name, (cost, _) in self._measured_units.items())
         return Circumstances(
-            self.hardware, c.precision, c.model.layers, self._measure_units(), c.train.global_batch,
+            self.hardware, c.precision, c.model.layers, costs or ((1.0, False),), c.train.global_batch,
             count_states_per_element(c), c.parallel.overlap,
             may_compile(c.train.compile, "cuda") and not (c.model.dropout or c.train.freeze),
             device_kind(c) == "cuda", read_bucket_size(c),
         )  # fmt: skip
 
-    def _measure_units(self) -> tuple[tuple[float, bool], ...]:
-        """Return the units of the model, each with its cost and whether it is of a layer."""
+    @cached_property
+    def _measured_units(self) -> Mapping[str, tuple[float, tuple]]:
+        """Return the costs of the model's units, each with a key that alike units share."""
         start, model = self.space.list_starts()[0], build_model(self.space.config.model)
         ones = dict.fromkeys([*self._list_sketched(start.scheme), *list_parts(SIZE)], 1)
         scheme = compose_config_scheme(self.space.build_config(self.space.build_contender(start, ones)), 1, "gather")
         sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": 1}
         costs = measure_units(model, partial(Recorder, scheme, sizes=sizes), sizes)
-        names = getattr(model, "units", ())
-        return tuple((cost, name[-1].isdigit()) for name, cost in zip(names, costs, strict=True)) or ((1.0, False),)
+        return dict(zip(getattr(model, "units", ()), costs, strict=True))
+
+    @cached_property
+    def _alike_layers(self) -> Mapping[int, int]:
+        """Return how many of the layers behind the first one are as the first of them that they are alike."""
+        kinds: dict[int, list[tuple]] = {}
+        for name, (_, key) in self._measured_units.items():
+            if (number := name.rpartition(".")[2]).isdigit():
+                kinds.setdefault(int(number), []).append(key)
+        first: dict[frozenset, int] = {}
+        layers = [frozenset(key for keys in kinds[number] for key in keys) for number in sorted(kinds)]
+        numbers = [first.setdefault(keys, number) for number, keys in enumerate(layers[1:-1], 1)]
+        if len(layers) > 2:  # what is behind all layers may be a part of the last one
+            numbers.append(first[max(first, key=lambda keys: len(keys & layers[-1]))])
+        return Counter(numbers)
 
     def rate_contenders(self) -> tuple[list[Rated], int]:
         """Return the best contenders of every scheme and mode, the best by estimate first, and the number of all."""
@@ -438,7 +454,7 @@ class ContenderGrid:
         if (key := repr((c.model, composed_scheme))) not in _SKETCHES:
             if len(_SKETCHES) >= MOST_SKETCHES:
                 _SKETCHES.clear()
-            _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes)
+            _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes, self._alike_layers)
         by_axis, sketch = self._columns_by_axis(axes, columns), _SKETCHES[key]
         legal = np.flatnonzero(sketch.mask_legal(by_axis) & sketch.mask_batch(by_axis)) if sketch else np.array([], int)
         if not sketch or not len(legal):

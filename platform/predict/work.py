@@ -308,10 +308,10 @@ def count_step_flops(plan: Plan, recomputed: bool, execution: Execution = Execut
 
 def block_elements(plan: Plan, spec: Spec) -> float:
     """Return the elements of a rank's block that a step's work counts; of experts' rows as by an even routing."""
-    return prod(plan.local_shape(spec)) * even_routing_share_of_spec(plan.planner, spec)
+    return prod(plan.local_shape(spec)) * even_share_of_planned_rows_of_spec(plan.planner, spec)
 
 
-def even_routing_share_of_spec(planner: Planner, spec: Spec) -> float:
+def even_share_of_planned_rows_of_spec(planner: Planner, spec: Spec) -> float:
     """Return the share of a rank's most rows of experts that a step's work counts, an even one; 1 for other types."""
     if "rows" not in spec.dims:
         return 1.0
@@ -331,8 +331,8 @@ def _even_collectives(plan: Plan, planned: PlannedOperation) -> list[Collective]
 
 
 def even_share_of_planned_rows(planner: Planner, o: Operation) -> float:
-    """Return `even_routing_share_of_spec`, for a step's work, of rows that an operation reads or makes."""
-    return next((even_routing_share_of_spec(planner, t) for t in _iterate_row_specs(o)), 1.0)
+    """Return `even_share_of_planned_rows_of_spec`, for a step's work, of rows that an operation reads or makes."""
+    return next((even_share_of_planned_rows_of_spec(planner, t) for t in _iterate_row_specs(o)), 1.0)
 
 
 def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
@@ -428,11 +428,15 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tupl
 
 def _bytes_to_rebuild(plan: Plan, operation: Operation, group: EinsumGroup) -> float:
     """Return the bytes that a rank reads and writes to make x of a group of einsums again."""
+    elements = prod(group.x.before) * even_share_of_planned_rows(plan.planner, operation)
+    return accesses_to_rebuild(operation) * elements * plan.itemsize["compute"]
+
+
+def accesses_to_rebuild(operation: Operation) -> float:
+    """Return how often making x of an operation's products again reads and writes its elements."""
     made_by = operation["made_by"]
     arguments = POINTWISE.get(made_by)
-    accesses = Ops.pointwise.accesses_by_inputs[arguments] if arguments else OPERATIONS[made_by].memory_accesses
-    share = even_share_of_planned_rows(plan.planner, operation)
-    return accesses[0] * prod(group.x.before) * share * plan.itemsize["compute"]
+    return (Ops.pointwise.accesses_by_inputs[arguments] if arguments else OPERATIONS[made_by].memory_accesses)[0]
 
 
 def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[MatrixProduct]:
@@ -442,7 +446,7 @@ def list_group_products(planner: Planner, operation: Operation, group: EinsumGro
     assert isinstance(x, Spec)
     x_sizes = dict(zip(group.x_dims, group.x.after, strict=True))
     if "rows" in x_sizes:
-        x_sizes["rows"] = max(1, round(x_sizes["rows"] * even_routing_share_of_spec(planner, x)))
+        x_sizes["rows"] = max(1, round(x_sizes["rows"] * even_share_of_planned_rows_of_spec(planner, x)))
     products = []
     for e in group.einsums:
         sizes = {**dict(zip(e.dims, e.operand.after, strict=True)), **x_sizes}
