@@ -219,15 +219,17 @@ class HeldTensor:
 State = Sequence[HeldTensor]  # training state: its tensors
 
 
-def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:
+def list_held_tensors(
+    plan: Plan, kind: str, dtype: torch.dtype | str, unit: int = 1, names: Collection[str] | None = None
+) -> list[HeldTensor]:
     """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
-    copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them. Tensors are
-    named KIND.PARAMETER."""
+    copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them, or the scales
+    of its blocks of `unit` elements. Tensors are named KIND.PARAMETER; `names`: the parameters, by default all."""
     ranks_per_stage = plan.mesh.world_size // plan.num_stages  # ranks of a stage, which follow each other
     coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
     held_tensors, known_layouts = [], {}
     # in the order of the buckets' memory, so that neighbours are copied together
-    for p in (p for bucket in plan.buckets for p in bucket.parameters):
+    for p in (p for bucket in plan.buckets for p in bucket.parameters if names is None or p.name in names):
         bucket, (first, *others) = plan.bucket_by_parameter[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, on the ranks of their own stages
         before = () if plan.uneven_parameters.isdisjoint(q.name for q in bucket.parameters) else bucket.block_key
@@ -236,8 +238,10 @@ def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[H
         if key not in known_layouts:
             starts = [stage * ranks_per_stage for stage in sorted((first, *others))]
             stage_ranks = (rank for start in starts for rank in range(start, start + ranks_per_stage))
-            rank_boxes = [(rank, box) for rank in stage_ranks for box in _list_saved_boxes(plan, p, coordinates[rank])]
-            known_layouts[key] = first, HeldTensor.group_holders("", dtype, plan.global_shape(p), rank_boxes)
+            saved = ((rank, _list_saved_boxes(plan, p, coordinates[rank], unit)) for rank in stage_ranks)
+            rank_boxes = [(rank, box) for rank, boxes in saved for box in boxes]
+            shape = scale_box(Box.whole_tensor(plan.global_shape(p)), plan.global_shape(p), unit).extent
+            known_layouts[key] = first, HeldTensor.group_holders("", dtype, shape, rank_boxes)
         at, held = known_layouts[key]
         holders = _shift_ranks(held.holders, (first - at) * ranks_per_stage)
         held_tensors.append(replace(held, name=f"{kind}.{p.name}", holders=holders))
@@ -266,32 +270,47 @@ def state_name(p: Parameter) -> str:
     return f"{STATES[p.role]}.{p.name}"
 
 
-def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
+def local_blocks(
+    plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int], unit: int = 1
+) -> list[Block]:
     """Return the blocks of a kind of training state that one rank saves or restores, as views: its blocks of the
     `list_held_tensors` of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for
-    all parameters of which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh."""
+    all parameters of which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh;
+    `unit`: elements of a parameter for each of them."""
     blocks = []
     for p in plan.parameters:
         if p.name not in tensors:
             continue
         at = 0
-        for box in _list_saved_boxes(plan, p, coordinates):
+        for box in _list_saved_boxes(plan, p, coordinates, unit):
             flat = tensors[p.name].detach().view(-1)
             blocks.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.num_elements].view(box.extent)))
             at += box.num_elements
     return blocks
 
 
-def _list_saved_boxes(plan: Plan, p: Parameter, coordinates: Mapping[str, int]) -> list[Box]:
-    """Return the blocks of parameter `p` whose master copy and optimizer state the rank at `coordinates` saves in a
-    checkpoint: its block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has
-    none."""
+def scale_box(box: Box, shape: Sequence[int], unit: int) -> Box:
+    """Return a block of a global tensor of this `shape` as a block of the tensor of one number per `unit` elements."""
+    # its last dims are one, the fewest whose elements are whole units
+    if unit == 1:
+        return box
+    first = next(d for d in reversed(range(len(shape))) if prod(shape[d:]) % unit == 0)
+    inner = prod(shape[first + 1 :])
+    offset, extent = (ends[first] * inner // unit for ends in box)
+    return Box((*box.offset[:first], offset), (*box.extent[:first], extent))
+
+
+def _list_saved_boxes(plan: Plan, p: Parameter, coordinates: Mapping[str, int], unit: int = 1) -> list[Box]:
+    """Return the blocks of parameter `p` whose master copy and optimizer state the rank at `coordinates` saves: its
+    block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has none.
+    `unit`: elements for which there is one number."""
     if not plan.has_block(p, coordinates):
         return []
+    box = scale_box(Box.build_box(plan.locate_block(p, coordinates)), plan.global_shape(p), unit)
     if not plan.bucket_by_parameter[p.name].sharded:
-        return [Box.build_box(plan.locate_block(p, coordinates))]
+        return [box]
     first, last = plan.shard_range(p, coordinates)
-    return split_flat_range(Box.build_box(plan.locate_block(p, coordinates)), first, last) if first < last else []
+    return split_flat_range(box, first // unit, last // unit) if first < last else []
 
 
 class Piece(NamedTuple, Generic[S]):

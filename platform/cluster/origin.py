@@ -19,7 +19,7 @@ from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
 from platform.boundary.terminal import Say
 from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, find_resume_source, load_manifest
-from platform.checkpoint.manifest import Meta, Refused
+from platform.checkpoint.manifest import Manifest, Meta, Refused
 from platform.cluster import run_directory
 from platform.config.fields import Config
 from platform.config.groups import RESUME
@@ -183,6 +183,16 @@ def report_changed_keys(
         say(f"changed  {key}: {old_value} there, {new_value} here")
     for line in effects:
         say(line)
+
+
+def describe_converted_states(manifest: Manifest | None, config: Config) -> list[str]:
+    """Describe which optimizer states of a resumed checkpoint, by its `manifest`, change their form, in lines."""
+    tensors = manifest.tensors if manifest else {}
+    stored = {t.dtype for name, t in tensors.items() if not name.startswith("model.")}
+    there = next((form for form, dtype in (("int8", "uint8"), ("bf16", "bfloat16")) if dtype in stored), "fp32")
+    here = config.optimizer.moments
+    line = f"optimizer.moments={here}: the checkpoint's moments are {there}, and are converted"
+    return [line] if stored and there != here else []
 
 
 JUMP = 0.1  # share by which the learning rate may differ at the step where a run goes on, unless resume.allow says so

@@ -591,6 +591,11 @@ class Optimizer:
         " auto: on a GPU, where optimizer and run allow it",
         ("auto", "off"),
     )
+    moments: str = key(
+        "fp32", "adamw, lion, sgd: what moments are kept in between updates; fp32: the type of masters; int8: 8 bits,"
+        " and a scale for every 256 elements of a parameter of 4096 or more", ("fp32", "bf16", "int8"),
+        identity="none",
+    )  # fmt: skip
     schedule: str = key(
         "cosine", "learning rate after warm-up",
         ("constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "wsd"), open=True,

@@ -43,10 +43,9 @@ def run_identity(config: Config) -> dict[str, Any]:
     data = {k: v for k, v in values["data"].items() if KEYS[f"data.{k}"].identity != "none"}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
     train = {f"train.{k}": v for k, v in values["train"].items() if KEYS[f"train.{k}"].identity}
+    optimizer = {k: v for k, v in values["optimizer"].items() if KEYS[f"optimizer.{k}"].identity != "none"}
     first = {"model": values["model"], "data": data, "seed": config.seed}
-    return redact_secrets(
-        {**first, **train, "train.loss": training_loss_name(config), "optimizer": values["optimizer"]}
-    )
+    return redact_secrets({**first, **train, "train.loss": training_loss_name(config), "optimizer": optimizer})
 
 
 def complete_identity(stored_identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import closest_values, format_violation
 from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import Config, Optimizer
 from platform.plan.layout import is_at_index_zero
-from platform.plan.model_types import Parameter
+from platform.plan.model_types import SCALE_BLOCK, WIDE_STATES, Parameter, StoredStates
 from platform.plan.operations.registry import OPERATIONS
-from platform.plan.plan import Plan
+from platform.plan.plan import ITEMSIZE, Plan
 from platform.plan.step_collectives import factor_sum_sizes
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class OptimizerKind:
     says so. `moments`: numbers of state per element of a parameter, or a function that finds it. `divides`: True if
     they divide gradients in fp32 by their attribute `grad_scale` (fp32 scalar) while they read them, as torch's fused
     optimizers do for its GradScaler; `skips`: True if an update does nothing where their attribute `found_inf` (fp32
-    scalar on the device) is 1. `scratch`: bytes that an update takes for a time. `needs`: the parts that
+    scalar on the device) is 1. `stores`: True if its moments can be kept in fewer bits (optimizer.moments).
+    `scratch`: bytes that an update takes for a time. `needs`: the parts that
     are updated as a whole, or a function that finds them: every `element` by itself, every `tensor`, or each tensor of
     two or more dims (`matrix`). Muon gets what it needs whole: the plan gathers it (`Plan.matrices`); Adafactor what it
     needs summed (`Plan.factored`)."""
@@ -117,14 +119,19 @@ class OptimizerKind:
     moments: int | Callable[[Optimizer], int]
     divides: bool = False
     skips: bool = False
+    stores: bool = False
     scratch: Callable[[Optimizer, OptimizerUpdate], int] = lambda o, update: 0
     needs: Need = ELEMENT
 
 
 def _build_adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
-    """Construct torch's fused AdamW of parameter groups, by config.optimizer `o`."""
+    """Construct torch's fused AdamW of parameter groups, or one to round moments after, by config.optimizer `o`."""
     import torch
 
+    if o.moments != "fp32":
+        from platform.optimizer.update_rules import OrderedAdamW
+
+        return OrderedAdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps)
     return torch.optim.AdamW(groups, o.lr, (o.betas[0], o.betas[1]), o.eps, fused=True)
 
 
@@ -157,9 +164,9 @@ def _build_adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_build_adamw, moments=2, divides=True, skips=True),
-    "sgd": OptimizerKind(_build_sgd, moments=lambda o: int(o.momentum > 0), divides=True),
-    "lion": OptimizerKind(_build_lion, moments=1, scratch=lambda o, update: update.largest_part_bytes),
+    "adamw": OptimizerKind(_build_adamw, moments=2, divides=True, skips=True, stores=True),
+    "sgd": OptimizerKind(_build_sgd, moments=lambda o: int(o.momentum > 0), divides=True, stores=True),
+    "lion": OptimizerKind(_build_lion, moments=1, stores=True, scratch=lambda o, update: update.largest_part_bytes),
     "muon": OptimizerKind(_build_muon, moments=2, scratch=muon_scratch_bytes),  # one of matrices
     "adafactor": OptimizerKind(
         _build_adafactor, moments=1, scratch=adafactor_scratch_bytes
@@ -171,13 +178,52 @@ SHIPPED = dict(OPTIMIZERS)  # as they are here, whatever a module registers unde
 NOT_OF_MATRICES = "exp_avg_sq"  # the moment that is not kept of the plan's `matrices`
 NOT_OF_FACTORED = "variance"  # the moment of whose place SIDES, one per row and one per column, take in `factored`
 SIDES = ("row_var", "col_var")
+SCALES = "_scale"  # behind the name of a moment in 8 bits: the scales of its blocks
+UNSIGNED = ("exp_avg_sq",)  # moments that are never negative
+# kind of device -> elements that are updated at once where moments are stored: what fits a cache, or pays a launch
+PIECES = {"cpu": 1 << 16, "cuda": 1 << 23}
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
 def count_states_per_element(config: Config) -> int:
-    """Return how many numbers the configured optimizer keeps per trained element, averaged weights among them."""
-    moments = OPTIMIZERS[config.optimizer.kind].moments
-    return (moments if isinstance(moments, int) else moments(config.optimizer)) + (config.train.ema > 0)
+    """Return the numbers of optimizer state per trained element: moments, and one more for averaged weights."""
+    return _count_moments(config.optimizer) + (config.train.ema > 0)
+
+
+def _count_moments(o: Optimizer) -> int:
+    """Return how many moments per trained element the configured optimizer keeps."""
+    moments = OPTIMIZERS[o.kind].moments
+    return moments if isinstance(moments, int) else moments(o)
+
+
+def describe_stored_states(o: Optimizer) -> StoredStates:
+    """Return how the configured optimizer's states lie in memory, for the plan."""
+    return StoredStates(o.moments, _count_moments(o)) if o.moments != "fp32" else WIDE_STATES
+
+
+def count_stored_numbers(config: Config) -> float:
+    """Return the memory of an element's optimizer state, of a large parameter, in numbers of a master's size."""
+    wide = ITEMSIZE[config.precision]["master"]
+    saved = describe_stored_states(config.optimizer).count_saved_bytes(SCALE_BLOCK, SCALE_BLOCK, wide)
+    return count_states_per_element(config) - saved / (SCALE_BLOCK * wide)
+
+
+def divides_gradients(o: Optimizer) -> bool:
+    """Return True if the configured optimizer divides gradients by its attribute `grad_scale`."""
+    return OPTIMIZERS[o.kind].divides and o.moments == "fp32"
+
+
+def piece_scratch_bytes(o: Optimizer, update: OptimizerUpdate, device: str) -> int:
+    """Return the bytes of temporary memory of an update piece by piece on a kind of `device`, of one piece's."""
+    buckets = update.plan.buckets_of_rank(update.at)
+    elements = min(PIECES[device], max((b.shard_elements for b in buckets), default=0))
+    numbers = 8 if o.moments == "int8" else {"adamw": 2, "lion": 1, "sgd": 0}[o.kind]
+    return elements * update.itemsize * (numbers + _count_moments(o))
+
+
+def is_piecewise(o: Optimizer) -> bool:
+    """Return True if the configured optimizer updates piece by piece, from states stored in another form."""
+    return o.moments != "fp32"
 
 
 def build_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -276,16 +322,22 @@ def find_group_factors(o: Optimizer, name: str) -> tuple[float, float]:
 
 
 def group_parameters(
-    o: Optimizer, parameters: Iterable[Parameter], owned: Mapping[str, Any], matrices: Collection[str]
+    o: Optimizer,
+    parameters: Iterable[Parameter],
+    owned: Mapping[str, Any],
+    matrices: Collection[str],
+    scaled: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Divide parameters into the groups, as torch's optimizers take them, that share decay and factors, none empty:
-    dicts of `params`, their `new_group`, `weight_decay`, `lr_factor` and `matrix` (True for Muon's matrices). `owned`:
-    name -> tensor to update; `matrices`: names of the parameters that Muon updates as whole matrices."""
-    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
+    dicts of `params`, their `new_group`, `weight_decay`, `lr_factor`, `matrix` (True for Muon's matrices) and `scaled`.
+    `owned`: name -> tensor to update; `matrices`: names of the parameters that Muon updates as whole matrices;
+    `scaled`: names of the parameters with scales of their moments."""
+    groups: dict[tuple[float, float, bool, bool], dict[str, Any]] = {}
     for p in sorted((p for p in parameters if p.name in owned), key=lambda p: not p.decay):
         lr, decay = find_group_factors(o, p.name)
-        kind = lr, o.weight_decay * decay if p.decay else 0.0, p.name in matrices
-        new_group = {"params": [], "names": [], "lr_factor": kind[0], "weight_decay": kind[1], "matrix": kind[2]}
+        kind = lr, o.weight_decay * decay if p.decay else 0.0, p.name in matrices, p.name in scaled
+        words = dict(zip(("lr_factor", "weight_decay", "matrix", "scaled"), kind, strict=True))
+        new_group = {"params": [], "names": [], **words}
         group = groups.setdefault(kind, new_group)
         group["params"].append(owned[p.name])
         group["names"].append(p.name)
@@ -336,8 +388,10 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def reason_against_early_update(config: Config, plan: Plan) -> str:
-    """Return why the configured optimizer's update cannot be launched before a step's loss and gradient norm are read,
-    for the user; "" if it can: then the optimizer itself skips on the device an update whose numbers are not finite."""
+    """Return why a step's update cannot be launched before its loss and gradient norm are read, for the user; "" if it
+    can: then the device itself skips an update whose numbers are not finite."""
+    if is_piecewise(config.optimizer):
+        return f"optimizer.moments={config.optimizer.moments} rounds what the device would skip"
     if not OPTIMIZERS[config.optimizer.kind].skips:
         return f"optimizer={config.optimizer.kind} cannot skip an update on the device"
     if plan.precision == "fp64":
@@ -371,6 +425,37 @@ def violations_of_splits(config: Config, plan: Plan) -> Iterator[str]:
     legal = [k for k, other in OPTIMIZERS.items() if other.needs == ELEMENT]
     zero = all_axes and all_axes <= {*plan.sharded}
     yield format_violation("optimizer.kind", kind, constraint, [*legal, *(["parallel.zero=0"] if zero else [])])
+
+
+def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if the configured optimizer cannot keep its moments in fewer bits, or if the plan cuts a
+    parameter inside a block of elements that has one scale (the updates would be others than one process has)."""
+    o = config.optimizer
+    if not is_piecewise(o):
+        return
+    if not OPTIMIZERS[o.kind].stores or not _count_moments(o):
+        why = f"optimizer={o.kind} keeps {'all its state' if _count_moments(o) else 'no moments'}"
+        kinds = [k for k, other in OPTIMIZERS.items() if other.stores and k != o.kind]
+        legal = ["fp32", *(f"optimizer={k}" for k in kinds)]
+        yield format_violation("optimizer.moments", o.moments, f"{why} as it is", legal)
+        return
+    cut = [p for p in plan.parameters if p.name in plan.scaled and _cuts_blocks(plan, p)]
+    if cut:
+        also = f" and {len(cut) - 1} more" if cut[1:] else ""
+        axes = "+".join(plan.mesh.order_axes({a for p in cut for a in plan.layout(p).axes})) or "padding"
+        constraint = f"{cut[0].name}{also} is cut by {axes} inside a block of {SCALE_BLOCK} elements with one scale"
+        yield format_violation("optimizer.moments", o.moments, constraint, ["bf16", "fp32"])
+
+
+def _cuts_blocks(plan: Plan, p: Parameter) -> bool:
+    """Return True if ranks' blocks of a parameter begin or end inside a block of elements with one scale."""
+    shape, padded = plan.global_shape(p), [plan.planner.tensor_sizes(p)[d] for d in p.dims]
+    if list(shape[1:]) != padded[1:]:
+        return True
+    last = max((i for i, d in enumerate(p.dims) if plan.mesh.count_ranks(plan.layout(p)[d]) > 1), default=0)
+    ranks = range(plan.mesh.world_size if p.name in plan.uneven_parameters else 1)
+    extents = {plan.block_shape(p, plan.mesh.rank_coordinates(rank))[last] for rank in ranks}
+    return any(n * prod(shape[last + 1 :]) % SCALE_BLOCK for n in extents)
 
 
 def _is_split(plan: Plan, p: Parameter) -> bool:

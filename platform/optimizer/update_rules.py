@@ -1,5 +1,6 @@
 """Update rules that torch lacks, or whose updates need sums or matrices over ranks.
 
+- AdamW in the order of torchao's arithmetic, for moments that are kept in fewer bits.
 - Adafactor ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"), with the choices of torch's.
 - Lion ("Symbolic Discovery of Optimization Algorithms"): the update is the sign of a momentum.
 - Muon ("Muon: An optimizer for hidden layers in neural networks", Jordan et al.): orthogonal updates of matrices.
@@ -126,6 +127,35 @@ class Adafactor(torch.optim.Optimizer):
 def _sum_squares(x: Tensor) -> Tensor:
     """Return the sum of the squares of a gradient or weight x, as a tensor of one element, for Adafactor."""
     return torch.linalg.vector_norm(x).square().view(1)
+
+
+class OrderedAdamW(torch.optim.Optimizer):
+    """AdamW whose every operation is torchao's, so that moments rounded after an update are equal in every bit; torch's
+    fused kernels round elsewhere."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float):
+        """Construct AdamW for the parameter `groups`; `betas`: decay rates of its two moments."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient by AdamW. `closure` is not supported."""
+        assert closure is None, "gradients are there"
+        for group in self.param_groups:
+            for w in (w for w in group["params"] if w.grad is not None):
+                state = self.state[w]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=w.dtype)
+                    state["exp_avg"] = torch.zeros_like(w, requires_grad=False)
+                    state["exp_avg_sq"] = torch.zeros_like(w, requires_grad=False)
+                state["step"] += 1
+                lr = torch.tensor(group["lr"], dtype=w.dtype)
+                rest_of_mean, rest_of_square = (1 - beta ** state["step"] for beta in group["betas"])
+                w.sub_(lr * group["weight_decay"] * w)
+                mean = state["exp_avg"].lerp_(w.grad, 1 - group["betas"][0])
+                square = state["exp_avg_sq"].lerp_(w.grad.square(), 1 - group["betas"][1])
+                root = square.sqrt().div_(rest_of_square.sqrt()).add_(group["eps"])
+                w.sub_((mean / rest_of_mean).mul_(lr).div_(root))
 
 
 class Lion(torch.optim.Optimizer):

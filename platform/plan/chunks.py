@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from platform.plan.layout import Layout, Mesh, pad_to_multiple
-from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Spec
+from platform.plan.model_types import NO_RECOMPUTATION, SCALE_BLOCK, Operation, Parameter, Spec
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import global_extents
 from platform.plan.operations.recorder import Recorder, Symbol
@@ -318,12 +318,14 @@ def build_buckets(
     shards: Mapping[str, int],
     zero: int,
     max_elements: int,
+    scaled: Collection[str] = (),
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `max_elements`
     elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
-    `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards.
+    `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards;
+    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide.
     """
     buckets: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled
@@ -332,13 +334,14 @@ def build_buckets(
     def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
         for (axes, only), parameters in open_.items():
-            # parameters that decay first, so that the optimizer updates each kind as one stretch
-            members = sorted(parameters, key=lambda p: not p.decay)
+            # whole blocks first; then parameters that decay, so that the optimizer updates each kind as one stretch
+            members = sorted(parameters, key=lambda p: (p.name not in scaled, not p.decay))
             counts = tuple(sizes[p] for p in members)
             sharded = tuple(axis for axis in axes if axis in shards)
             ranks = prod(shards[axis] for axis in sharded)
             large = ranks > 1 and sum(counts) >= SHARD_UNIT * SHARD_UNIT * ranks
-            size = pad_to_multiple(sum(counts), ranks * (SHARD_UNIT if large else 1))
+            unit = SCALE_BLOCK if members[0].name in scaled and ranks > 1 else SHARD_UNIT if large else 1
+            size = pad_to_multiple(sum(counts), ranks * unit)
             buckets.append(Bucket(axes, only, tuple(members), counts, size, sharded, ranks, zero if sharded else 0))
         open_.clear()
 

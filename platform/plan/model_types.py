@@ -157,6 +157,29 @@ class Recompute:
 NO_RECOMPUTATION = Recompute()
 
 
+@dataclass(frozen=True)
+class StoredStates:
+    """Form of an optimizer's states in memory between updates: its moments as `moments` (fp32: the type of master
+    copies; int8: 8 bits, and an fp32 scale for each SCALE_BLOCK elements), of which it keeps `count` per element."""
+
+    moments: str = "fp32"
+    count: int = 0
+
+    def has_scales(self, elements: int) -> bool:
+        """Return True if moments of a trained parameter of so many elements are kept in 8 bits with scales."""
+        return self.moments == "int8" and elements >= LEAST_SCALED and elements % SCALE_BLOCK == 0
+
+    def count_saved_bytes(self, elements: int, scaled: int, wide: int) -> int:
+        """Return the bytes that moments of `elements` take less than as numbers of `wide` bytes; some are `scaled`."""
+        saved = {"bf16": elements * (wide - 2), "int8": scaled * (wide - 1) - scaled // SCALE_BLOCK * 4}
+        return self.count * saved.get(self.moments, 0)
+
+
+SCALE_BLOCK = 256  # consecutive elements of a flattened parameter with one scale, as in torchao
+LEAST_SCALED = 4096  # elements of the smallest parameter whose moments have scales, as in torchao and bitsandbytes
+WIDE_STATES = StoredStates()
+
+
 def scores_spec(query: Spec, key: Spec) -> Spec:
     """Return the activation type [batch heads length memory_length] of scores, by the types of queries and keys."""
     sizes = (*query.sizes, *key.rename_dim("length", "memory_length").sizes)

@@ -10,7 +10,15 @@ from math import prod
 
 from platform.plan.chunks import ADDS_WIDE, BUCKET_MIB, Bucket, Chunk, axes_of_replication, build_buckets, group_by_span
 from platform.plan.layout import Layout, Mesh, Stretch, is_at_index_zero, locate_block, pad_to_multiple
-from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec
+from platform.plan.model_types import (
+    NO_RECOMPUTATION,
+    WIDE_STATES,
+    Operation,
+    Parameter,
+    Recompute,
+    Spec,
+    StoredStates,
+)
 from platform.plan.operation_plan import Collective, PlannedOperation, traffic_bytes
 from platform.plan.operations.registry import OPERATIONS, Ops, count_flops
 from platform.plan.planner import Planner
@@ -44,6 +52,7 @@ class Plan:
     `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
+    `stored`: how the optimizer's states lie in memory between updates.
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
     `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
@@ -66,6 +75,7 @@ class Plan:
     frozen: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
     factored: tuple[str, ...] = ()
+    stored: StoredStates = WIDE_STATES
     turns: bool = False
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
@@ -243,6 +253,12 @@ class Plan:
         return ITEMSIZE[self.precision]
 
     @cached_property
+    def scaled(self) -> frozenset[str]:
+        """Return the names of the parameters whose moments are kept in 8 bits, with a scale for each block of them."""
+        trained = (p for p in self.parameters if p.name not in self.frozen)
+        return frozenset(p.name for p in trained if self.stored.has_scales(prod(self.global_shape(p))))
+
+    @cached_property
     def buckets(self) -> list[Bucket]:
         """Return the buckets of all parameters: stage by stage, in order of their first use in its forward pass, the
         bucket of a tied parameter once. They are the same whether this is the whole plan or a stage's part of it."""
@@ -263,7 +279,8 @@ class Plan:
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
         limit = (self.bucket_mib << 20) // self.itemsize["master"]
-        return build_buckets(groups, reduced, sizes, {a: self.mesh.axes[a] for a in self.sharded}, self.zero, limit)
+        shards = {a: self.mesh.axes[a] for a in self.sharded}
+        return build_buckets(groups, reduced, sizes, shards, self.zero, limit, self.scaled)
 
     @cached_property
     def bucket_by_parameter(self) -> dict[str, Bucket]:
@@ -328,9 +345,19 @@ class Plan:
 
     def count_masters_of_parameters(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
         """Return how many elements of the parameters `names` the worker at `coordinates` keeps as master copies."""
-        stage_parameters = (p for p in self.stage_part(coordinates["stage"]).parameters if p.name in names)
-        ranges = (self.shard_range(p, coordinates) for p in stage_parameters if self.has_block(p, coordinates))
-        return sum(max(0, stop - start) for start, stop in ranges)
+        return sum(n for name, n in self.count_own_masters(coordinates).items() if name in names)
+
+    def count_saved_state_bytes(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes that the moments of so many elements of parameters, by name, take less than as masters."""
+        trained = {name: n for name, n in sizes.items() if name not in self.frozen}
+        scaled = sum(n for name, n in trained.items() if name in self.scaled)
+        return self.stored.count_saved_bytes(sum(trained.values()), scaled, self.itemsize["master"])
+
+    def count_own_masters(self, coordinates: Mapping[str, int]) -> dict[str, int]:
+        """Return how many elements of each parameter the worker at `coordinates` keeps as master copies."""
+        local = (p for p in self.stage_part(coordinates["stage"]).parameters if self.has_block(p, coordinates))
+        ranges = ((p.name, self.shard_range(p, coordinates)) for p in local)
+        return {name: max(0, stop - start) for name, (start, stop) in ranges}
 
     def buckets_of_rank(self, coordinates: Mapping[str, int]) -> list[Bucket]:
         """Return the buckets of which the worker at `coordinates` has a part."""

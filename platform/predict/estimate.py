@@ -330,7 +330,7 @@ class Circumstances:
     layers: int
     units: tuple[tuple[float, bool], ...]
     batch: int
-    moments: int
+    moments: float
     overlap: bool
     compiles: bool
     libraries: bool

@@ -81,7 +81,8 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     """Return the bytes of parameters, gradients and optimizer state on the worker at mesh coordinates `at`; default:
     rank 0, which has a block of every tensor of the first stage. The optimizer keeps `moments` numbers of the master
     type per element of a parameter that is not frozen; one less of matrices that it updates as a whole, and of those
-    whose second moments are factored, of which it keeps one per row and per column."""
+    whose second moments are factored, of which it keeps one per row and per column; and moments may be stored in fewer
+    bytes."""
     at = at or plan.mesh.rank_coordinates(0)
     masters, buckets = plan.count_masters_of_rank(at), plan.buckets_of_rank(at)
     states = sum(prod(plan.global_shape(p)) for p in plan.stage_part(at["stage"]).states)
@@ -90,21 +91,21 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     apart = [b for b in buckets if compute != master or (b.sharded and not b.has_sharded_weights)]
     less = plan.count_masters_of_parameters(plan.frozen, at) * moments
     less += plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
+    saved = plan.count_saved_state_bytes(plan.count_own_masters(at))
     return {
         "parameters": (masters + states) * master
         + sum(b.shard_elements if b.has_sharded_weights else b.elements for b in apart) * compute,
         "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in buckets) * master,
-        "optimizer": (masters * moments - less + count_factors_of_rank(plan, at)) * master,
+        "optimizer": (masters * moments - less + count_factors_of_rank(plan, at)) * master - saved,
     }
 
 
-def state_elements(plan: Plan, moments: int) -> int:
-    """Return how many numbers the optimizer keeps of the whole model, each once: `moments` per element of a parameter
-    that is not frozen; `moments` - 1 per element of a matrix that it updates as a whole; and where second moments are
-    factored, `moments` - 1 per element besides one number per row and per column."""
+def state_bytes(plan: Plan, moments: int) -> int:
+    """Return the bytes that the optimizer keeps of the whole model, each once, as `weight_bytes` counts them."""
     sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
     factors = sum(sum(matrix_sides(plan, p)) for p in plan.parameters if p.name in plan.factored)
-    return moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors
+    numbers = moments * sum(sizes.values()) - sum(sizes.get(n, 0) for n in (*plan.matrices, *plan.factored)) + factors
+    return numbers * plan.itemsize["master"] - plan.count_saved_state_bytes(sizes)
 
 
 @dataclass(frozen=True)

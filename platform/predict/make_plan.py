@@ -163,7 +163,8 @@ def _build_kind_plan(
     from platform.predict.step_price import choose_bucket_size  # with numpy
 
     plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
-    of_optimizer = optimizers.violations_of_patterns, optimizers.violations_of_splits
+    of_optimizer = [optimizers.violations_of_patterns, optimizers.violations_of_splits]
+    of_optimizer += [optimizers.violations_of_stored_states]
     checks = *of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError([*refused, *_find_other_violations(refused, config, data, kind)])
@@ -236,9 +237,8 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
         if _places_of_weights(short_plan) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
             lines.append(format_violation("train.length_ramp", entry, constraint, [[]]))
-        shorter_plans[phase.length] = replace(
-            short_plan, frozen=plan.frozen, matrices=plan.matrices, factored=plan.factored, bucket_mib=plan.bucket_mib
-        )
+        updated = {name: getattr(plan, name) for name in ("frozen", "matrices", "factored", "stored", "bucket_mib")}
+        shorter_plans[phase.length] = replace(short_plan, **updated)
     refuse_all(lines)
     return replace(plan, shorter=shorter_plans)
 
@@ -278,7 +278,7 @@ def count_replicas(config: Config, workers: int | None) -> int:
 
 def _mark_special_updates(config: Config, plan: Plan) -> Plan:
     """Return the plan with the names of its parameters that are frozen, whole matrices (Muon), factored (Adafactor)."""
-    plan = replace(plan, frozen=_find_frozen(config, plan))
+    plan = replace(plan, frozen=_find_frozen(config, plan), stored=optimizers.describe_stored_states(config.optimizer))
     if config.optimizer.kind == "muon":
         return replace(
             plan, matrices=tuple(n for n in find_muon_matrices(config.optimizer, plan) if n not in plan.frozen)

@@ -14,7 +14,14 @@ from math import prod
 from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
-from platform.optimizer.optimizers import OPTIMIZERS, OptimizerUpdate, count_states_per_element, iterate_updated_parts
+from platform.optimizer.optimizers import (
+    OPTIMIZERS,
+    OptimizerUpdate,
+    count_states_per_element,
+    is_piecewise,
+    iterate_updated_parts,
+    piece_scratch_bytes,
+)
 from platform.plan import generation_passes
 from platform.plan.chunks import Chunk, RecordableModel
 from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, PlannedPass, batch_rows, plan_pass
@@ -212,9 +219,10 @@ def _predict_stage_while_scoring(config: Config, plan: Plan, stage: int, trainin
 def _count_scratch_bytes(config: Config, plan: Plan, stage: int) -> int:
     """Predict the temporary bytes of an optimizer update on a plan's stage, for a worker with all its blocks."""
     o, at = config.optimizer, {**plan.mesh.rank_coordinates(0), "stage": stage}
-    return OPTIMIZERS[o.kind].scratch(
-        o, OptimizerUpdate(plan.stage_part(stage), at, dict(iterate_updated_parts(plan, at)))
-    )
+    update = OptimizerUpdate(plan.stage_part(stage), at, dict(iterate_updated_parts(plan, at)))
+    if is_piecewise(o):
+        return piece_scratch_bytes(o, update, device_kind(config))
+    return OPTIMIZERS[o.kind].scratch(o, update)
 
 
 def device_kind(config: Config) -> str:

@@ -187,7 +187,7 @@ def group_seconds(
     return np.where(n > 1, np.where(across, network.latency, node.latency) + seconds, 0.0)
 
 
-def update_bytes(itemsize: Mapping[str, int], moments: int) -> int:
+def update_bytes(itemsize: Mapping[str, int], moments: float) -> float:
     """Return the bytes that an update reads and writes per element, with so many `moments` beside each master."""
     # gradients are read for their norm, then read and cleared; masters and moments read and written; copies written
     wide, narrow = itemsize["master"], itemsize["compute"]
@@ -505,7 +505,7 @@ class _PassPricer:
             total, available_seconds
         )
 
-    def update_seconds(self, masters: int, moments: int) -> float:
+    def update_seconds(self, masters: int, moments: float) -> float:
         """Return the seconds of an update of so many masters."""
         return bytes_seconds(masters * update_bytes(self.plan.itemsize, moments), self.hardware)
 

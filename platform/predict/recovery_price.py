@@ -18,12 +18,12 @@ from platform.checkpoint.blocks import list_held_states, list_held_tensors
 from platform.config.fields import Config
 from platform.config.groups import AUTO
 from platform.config.key import format_duration
-from platform.optimizer.optimizers import count_states_per_element
+from platform.optimizer.optimizers import count_states_per_element, count_stored_numbers
 from platform.plan.accelerators import dense_bf16_peak
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_seconds
 from platform.plan.step_collectives import count_communicators, matrix_sides
-from platform.predict.footprint import state_elements
+from platform.predict.footprint import state_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind
 from platform.predict.price import bytes_seconds
@@ -138,7 +138,7 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
         return SnapshotPrice(count, sent, least)
     places = ({**plan.mesh.rank_coordinates(0), "stage": stage} for stage in range(plan.num_stages))
     masters = max(plan.stage_part(at["stage"]).count_masters_of_rank(at) for at in places)
-    held = masters * (1 + count_states_per_element(config)) * plan.itemsize["master"]
+    held = masters * (1 + count_stored_numbers(config)) * plan.itemsize["master"]
     copied, usual = _copy_seconds(held, known), known.own.step or step_price(config, plan, known.hardware).seconds
     longer = copied + sent if known.device == "cpu" else known.hardware.interference * copied  # a GPU goes on beside it
     return SnapshotPrice(count, sent, least, known.own.snapshot or longer, usual, mean)
@@ -147,7 +147,8 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
 def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPrice:
     """Predict what a checkpoint costs a run under `plan`, from the facts that are `known`."""
     mean = config.elastic.mean_hours_between_failures or WORKER_HOURS / plan.mesh.world_size
-    state = (plan.parameter_count + state_elements(plan, count_states_per_element(config))) * plan.itemsize["master"]
+    masters = plan.parameter_count * plan.itemsize["master"]
+    state = masters + state_bytes(plan, count_states_per_element(config))
     saving = known.own.saving or (state / known.hardware.storage if known.hardware else 0.0)
     return CheckpointPrice(known.own.stall or _copy_seconds(state / plan.mesh.world_size, known), saving, mean * HOUR)
 
@@ -164,7 +165,7 @@ def count_bytes_leaving_node(config: Config, plan: Plan, per_node: int) -> int:
     last_replica = {**plan.mesh.rank_coordinates(0), "data": plan.mesh.axes["data"] - 1}
     if plan.mesh.world_size <= per_node or (not plan.zero and plan.mesh.find_rank(last_replica) >= per_node):
         return 0  # one node, or whole replicas on several
-    state_numbers, lonely = count_states_per_element(config), Counter[int]()
+    state_numbers, lonely = count_stored_numbers(config), Counter[int]()
     trained = {p.name for p in plan.parameters if p.name not in plan.frozen}
     rows = {p.name: sum(matrix_sides(plan, p)) for p in plan.parameters if p.name in plan.factored}
     for held in (*list_held_tensors(plan, "model", "float32"), *list_held_states(plan, "float32")):
@@ -176,7 +177,7 @@ def count_bytes_leaving_node(config: Config, plan: Plan, per_node: int) -> int:
         parts += [(rows[name], set().union(*(nodes for _, nodes in parts)))] if name in rows else []
         for elements, nodes in parts:
             if len(nodes) == 1:
-                lonely[nodes.pop()] += elements * plan.itemsize["master"]
+                lonely[nodes.pop()] += int(elements * plan.itemsize["master"])
     return max(lonely.values(), default=0)
 
 

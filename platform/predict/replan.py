@@ -20,7 +20,7 @@ from platform.optimizer.optimizers import count_states_per_element
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication
 from platform.predict.contenders import CHOOSABLE
-from platform.predict.footprint import state_elements
+from platform.predict.footprint import state_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import has_legal_plan, make_plan, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes, weight_bytes_by_stage
@@ -39,7 +39,7 @@ class MemoryBudget:
         if memory < inf:
             plan = make_plan(config)
             self.memory = max(memory, predict_peak_bytes(config, plan))
-            self._state = state_elements(plan, count_states_per_element(config))
+            self._state = state_bytes(plan, count_states_per_element(config))
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold_config(self, config: Config) -> bool:
@@ -51,7 +51,7 @@ class MemoryBudget:
         zero, data = config.parallel.zero, config.parallel.data * config.parallel.context
         experts = config.parallel.experts  # divides at most all parameters
         master, compute = self._itemsize["master"], self._itemsize["compute"]
-        updated = master * (self._count + self._state) / (data if zero else experts)
+        updated = (master * self._count + self._state) / (data if zero else experts)
         used = master / (data if zero >= 2 else experts)
         used += (compute if compute != master else 0) / (data if zero == 3 else experts)
         return (updated + self._count * used) / split <= self.memory

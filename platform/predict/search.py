@@ -19,7 +19,7 @@ from platform.boundary.terminal import show_phase
 from platform.config.fields import ALL, Config
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
-from platform.optimizer.optimizers import count_states_per_element
+from platform.optimizer.optimizers import count_states_per_element, count_stored_numbers
 from platform.plan.chunks import measure_units
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_divisors, find_factorizations, format_count
@@ -51,7 +51,7 @@ from platform.predict.estimate import (
     Sketch,
     sketch_model,
 )
-from platform.predict.footprint import Passes, measure_passes, state_elements
+from platform.predict.footprint import Passes, measure_passes, state_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, device_kind, list_compiled
@@ -152,9 +152,7 @@ class SearchOutcome:
         number once."""
         plan = self.tried[0].plan
         parameters = sum(prod(plan.global_shape(p)) for p in plan.parameters)
-        return (parameters + state_elements(plan, count_states_per_element(self.space.config))) * plan.itemsize[
-            "master"
-        ]
+        return parameters * plan.itemsize["master"] + state_bytes(plan, count_states_per_element(self.space.config))
 
     @cached_property
     def quickest_fitting_finalist(self) -> Finalist | None:
@@ -275,7 +273,7 @@ class ContenderGrid:
         costs = tuple((cost, name[-1].isdigit()) for name, (cost, _) in self._measured_units.items())
         return Circumstances(
             self.hardware, c.precision, c.model.layers, costs or ((1.0, False),), c.train.global_batch,
-            count_states_per_element(c), c.parallel.overlap,
+            count_stored_numbers(c), c.parallel.overlap,
             may_compile(c.train.compile, "cuda") and not (c.model.dropout or c.train.freeze),
             device_kind(c) == "cuda", read_bucket_size(c),
         )  # fmt: skip

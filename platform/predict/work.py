@@ -176,7 +176,7 @@ class Execution:
     schedule: str = "none"
     table: Schedule | None = None
     overlap: bool = True
-    moments: int = 2
+    moments: float = 2
     dropout: float = 0.0
     fused_dropout: bool = False
     system: System = System()

@@ -3,6 +3,6 @@ environment, the replies and files of workers, and the choice of the state that 
 processes and choosing the members of a mesh are left to the driver.
 
 Its files in reading order: worker, worker_records, trainer, rank_model, stage_passes, rank_parameters,
-training_state, step_report, faults, state_recovery, environment_proof, generator, health, measurements, gauges,
-calibration_rates, replies, step_profile.
+training_state, state_forms, step_report, faults, state_recovery, environment_proof, generator, health, measurements,
+gauges, calibration_rates, replies, step_profile.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +11,20 @@ from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
 from platform.model.losses import loss_functions
-from platform.optimizer.optimizers import OPTIMIZERS, build_optimizer, group_parameters
+from platform.optimizer.optimizers import (
+    OPTIMIZERS,
+    build_optimizer,
+    group_parameters,
+    is_piecewise,
+    probe_optimizer_state,
+)
+from platform.optimizer.stored_states import PiecewiseOptimizer
 from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.matrices import AdafactorSums, MuonMatrices
 from platform.runtime.parallel_ops import ParallelOps
-from platform.train.rank_parameters import RankWeights
+from platform.train.rank_parameters import DTYPES, RankWeights
 
 
 class Rank(NamedTuple):
@@ -59,11 +67,17 @@ def build_rank(
     if shared:
         return shared._replace(stage=stage, model=model, ops=ops)
     # Optimizer of the master weights without frozen ones, with weight decay for the parameters that the model marks.
-    groups = group_parameters(config.optimizer, stage.parameters, weights.trainable_masters, set(stage.matrices))
-    if OPTIMIZERS[config.optimizer.kind].divides:
+    o, named = config.optimizer, (set(stage.matrices), stage.scaled)
+    groups = group_parameters(o, stage.parameters, weights.trainable_masters, *named)
+    if OPTIMIZERS[o.kind].divides or is_piecewise(o):
         groups = weights.join_adjacent_parameters(groups)
     nothing = torch.zeros(0, device=communicator.device)  # a shard may be all padding, and none is refused
-    optimizer = build_optimizer(groups or [{"params": [nothing]}], config.optimizer)
+    groups, build = groups or [{"params": [nothing]}], partial(build_optimizer, o=o)
+    if is_piecewise(o):
+        moments, _ = probe_optimizer_state(o, DTYPES[plan.precision][1], communicator.device)
+        optimizer: torch.optim.Optimizer = PiecewiseOptimizer(groups, build, moments, o.moments)
+    else:
+        optimizer = build(groups)
     if isinstance(optimizer, Muon):
         optimizer.matrices = MuonMatrices(stage, communicator, weights.buckets)
     if stage.factored and isinstance(optimizer, Adafactor):

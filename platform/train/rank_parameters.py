@@ -208,9 +208,11 @@ class RankWeights:
         """Return the tensors that the optimizer updates, which may hold several parameters, by their ids."""
         return {id(tensor): tensor for tensor, _ in self.updated.values()}
 
-    def part_of_parameter(self, name: str, whole: Tensor) -> Tensor:
-        """Return a parameter's part of `whole`, a gradient or moment laid out as what the optimizer updates."""
+    def part_of_parameter(self, name: str, whole: Tensor, unit: int = 1) -> Tensor:
+        """Return a parameter's part of `whole`, a gradient or moment of what the optimizer updates, or its scales."""
         (updated, start), w = self.updated[name], self.master[name]
+        if unit > 1:
+            return whole[start // unit : (start + w.numel()) // unit]
         return whole if updated is w else whole[start : start + w.numel()].view(w.shape)
 
     @torch.no_grad()

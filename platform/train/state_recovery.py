@@ -19,7 +19,8 @@ from platform.checkpoint import memory_recovery as recovery
 from platform.checkpoint.blocks import Block, Box, HeldTensor, JoinedBlocks, Share, state_name
 from platform.checkpoint.snapshots import Copy, MemoryMap, Snapshot
 from platform.config.fields import Config, SentConfig
-from platform.optimizer.optimizers import AVERAGE, SIDES
+from platform.optimizer.optimizers import AVERAGE, SCALES, SIDES
+from platform.plan.model_types import SCALE_BLOCK
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import all_gather_values
@@ -255,9 +256,11 @@ def _replica_tensors(trainer: Trainer) -> dict[str, Tensor]:
         if not plan.bucket_by_parameter[name].sharded:
             tensor_by_name[f"model.{name}"] = master.detach()
             updated = weights.updated[name][0]
-            moments = ((k, v) for k, v in trainer.optimizer.state[updated].items() if isinstance(v, Tensor))
-            parts = ((k, v if k in SIDES else weights.part_of_parameter(name, v)) for k, v in moments if v.dim())
-            tensor_by_name |= {f"{k}.{name}": v for k, v in parts if v.shape == master.shape or k in SIDES}
+            moments = ((k, v) for k, v in trainer.optimizer.state[updated].items() if isinstance(v, Tensor) and v.dim())
+            units = ((k, v, SCALE_BLOCK if k.endswith(SCALES) else 1) for k, v in moments)
+            parts = ((k, v if k in SIDES else weights.part_of_parameter(name, v, unit)) for k, v, unit in units)
+            whole = ((k, v) for k, v in parts if v.shape == master.shape or k.endswith((*SIDES, SCALES)))
+            tensor_by_name |= {f"{k}.{name}": v for k, v in whole}
             tensor_by_name |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
     tensor_by_name |= {state_name(p): weights.states[p.name] for p in plan.states}
     for name, w in weights.compute.items():

@@ -17,7 +17,7 @@ from platform.config.ramps import find_sequence_length, list_remaining_lengths, 
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
-from platform.optimizer.optimizers import OPTIMIZERS, reason_against_early_update
+from platform.optimizer.optimizers import divides_gradients, reason_against_early_update
 from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
@@ -89,7 +89,7 @@ class Trainer:
         self.rows, self.stage, self.weights = rows, self._rank.stage, self._rank.weights
         self.optimizer = self._rank.optimizer
         self._counted = grad_norm_slices(self.stage, communicator.coordinates)
-        self._divides = OPTIMIZERS[config.optimizer.kind].divides and DTYPES[plan.precision][1] == torch.float32
+        self._divides = divides_gradients(config.optimizer) and DTYPES[plan.precision][1] == torch.float32
         is_host = communicator.device.type == "cpu"  # which launches nothing
         self.updates_early = not is_host and not reason_against_early_update(config, plan)
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None

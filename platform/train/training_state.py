@@ -29,38 +29,67 @@ from platform.checkpoint.blocks import (
 from platform.checkpoint.buffer import FileImage, LiveBlocks
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.memory_recovery import recover_state
-from platform.checkpoint.moves import World, fill_blocks, restore_checkpoint
+from platform.checkpoint.moves import World, fill_blocks
 from platform.checkpoint.snapshots import NodeSnapshot
 from platform.config.fields import hash_values
-from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, probe_optimizer_state
+from platform.optimizer.optimizers import (
+    AVERAGE,
+    NOT_OF_FACTORED,
+    NOT_OF_MATRICES,
+    SCALES,
+    SIDES,
+    probe_optimizer_state,
+)
+from platform.plan.model_types import SCALE_BLOCK
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import all_gather_values
 from platform.runtime.progress import PROGRESS
 from platform.train.rank_parameters import DTYPES, LossScale
 from platform.train.replies import Unrestored
+from platform.train.state_forms import restore_states
 from platform.train.trainer import Trainer
 from platform.weights.importing import InitialWeights, open_initial_weights
 
 
 def list_state_tensors(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
-    """Return all tensors of a run's training state under `plan`, each with its global shape and the ranks that keep its
-    blocks: master weights, states without gradient, and the optimizer's `moments` of the trained weights."""
+    """Return all tensors of a run's training state under `plan`, with the ranks that keep them, and the `moments`."""
     dtype = DTYPES[plan.precision][1]
     masters = list_held_tensors(plan, "model", dtype)  # moments are laid out like them
-    trained = [h for h in masters if h.name.removeprefix("model.") not in plan.frozen]
-    return [*masters, *list_held_states(plan, dtype)] + [
-        _held_side(plan, h, kind) if kind in SIDES else replace(h, name=kind + h.name.removeprefix("model"))
-        for kind in moments
-        for h in trained
-        if _is_kept_moment(plan, kind, h.name.removeprefix("model."))
-    ]
+    trained = [h for h in masters if _parameter_of(h) not in plan.frozen]
+    held_moments = [held for kind in moments for held in _list_held_moments(plan, kind, trained)]
+    return [*masters, *list_held_states(plan, dtype), *held_moments]
+
+
+def _list_held_moments(plan: Plan, kind: str, masters: Sequence[HeldTensor]) -> list[HeldTensor]:
+    """Return one moment, or its scales, of the weights `masters` as tensors of the ranks that hold these."""
+    masters = [h for h in masters if _is_kept_moment(plan, kind, _parameter_of(h))]
+    if kind in SIDES:
+        return [_held_side(plan, h, kind) for h in masters]
+    if kind.endswith(SCALES):
+        return list_held_tensors(plan, kind, torch.float32, SCALE_BLOCK, {_parameter_of(h) for h in masters})
+    held = [(_parameter_of(h), h) for h in masters]
+    return [replace(h, name=f"{kind}.{name}", dtype=_moment_type(plan, kind, name, h.dtype)) for name, h in held]
+
+
+def _parameter_of(master: HeldTensor) -> str:
+    """Return the name of the parameter of which `master` is the master weight."""
+    return master.name.removeprefix("model.")
+
+
+def _moment_type(plan: Plan, moment: str, name: str, wide: str) -> str:
+    """Return the element type of a moment of a parameter with master copies of type `wide`, as averages have."""
+    if moment == AVERAGE:
+        return wide
+    return "bfloat16" if plan.stored.moments == "bf16" else "uint8" if name in plan.scaled else wide
 
 
 def _is_kept_moment(plan: Plan, moment: str, name: str) -> bool:
     """Return True if the optimizer keeps this moment of the trained parameter `name`, as part of the training state."""
     if moment in SIDES:
         return name in plan.factored
+    if moment.endswith(SCALES):
+        return name in plan.scaled
     return name not in {NOT_OF_MATRICES: plan.matrices, NOT_OF_FACTORED: plan.factored}.get(moment, ())
 
 
@@ -95,6 +124,7 @@ class RankTrainingState:
         dtype = DTYPES[self._plan.precision][1]
         optimizer_moments, self._numbers = probe_optimizer_state(trainer.config.optimizer, dtype, communicator.device)
         optimizer_moments += SIDES if self._plan.factored else ()
+        optimizer_moments += [moment + SCALES for moment in optimizer_moments if self._plan.stored.moments == "int8"]
         self.moments = optimizer_moments + ([AVERAGE] if trainer.config.train.ema else [])
         self.held = list_state_tensors(self._plan, self.moments)
         own_names = (h.name for h in self.held if any(self._communicator.rank in ranks for ranks in h.holders.values()))
@@ -124,7 +154,9 @@ class RankTrainingState:
                 kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
             coordinates = self._communicator.coordinates
             laid_out = {kind: tensors for kind, tensors in kinds.items() if kind not in SIDES}
-            blocks = [b for kind, tensors in laid_out.items() for b in local_blocks(plan, kind, tensors, coordinates)]
+            units = {kind: SCALE_BLOCK if kind.endswith(SCALES) else 1 for kind in laid_out}
+            kept = ((kind, tensors, coordinates, units[kind]) for kind, tensors in laid_out.items())
+            blocks = [block for these in kept for block in local_blocks(plan, *these)]
             sides = ((f"{kind}.{name}", x) for kind in SIDES for name, x in kinds.get(kind, {}).items())
             blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in sides if name in self._mine]
             unlearned = ((state_name(p), weights.states[p.name]) for p in self._trainer.stage.states)
@@ -149,10 +181,11 @@ class RankTrainingState:
 
     def restore_checkpoint(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Restore this rank's training state from the checkpoint `directory` of any plan; all ranks call it together.
-        Raises the errors of `platform.checkpoint.moves.restore_checkpoint`, and Refused; the state is then
+        Raises the errors of `platform.train.state_forms.restore_states`, and Refused; the state is then
         undefined."""
         self._prepare_state(manifest.meta.values)
-        restore_checkpoint(storage, directory, manifest, self.held, self.live_blocks(), self._world)
+        how = self.held, self.live_blocks(), self._world, str(DTYPES[self._plan.precision][1]).removeprefix("torch.")
+        restore_states(storage, directory, manifest, *how)
         self._trainer.weights.refresh_copies()
 
     def load_initial_weights(self) -> None:
@@ -223,13 +256,17 @@ class RankTrainingState:
         stored_moment: Tensor | None = self._optimizer_state(name).get(moment)
         if stored_moment is None:
             return self._zero_moment(name, w, moment)
-        return stored_moment if moment in SIDES else weights.part_of_parameter(name, stored_moment)
+        unit = SCALE_BLOCK if moment.endswith(SCALES) else 1
+        return stored_moment if moment in SIDES else weights.part_of_parameter(name, stored_moment, unit)
 
     def _zero_moment(self, name: str, w: Tensor, moment: str) -> Tensor:
         """Return a zero optimizer moment of the master weight `w`, in place of one that no update has made yet."""
         if moment in SIDES:
             return w.new_zeros(matrix_side_length(self._plan, moment, name))
-        return torch.zeros_like(w, requires_grad=False)
+        if moment.endswith(SCALES):
+            return torch.zeros(w.numel() // SCALE_BLOCK, device=w.device)
+        kept_type = _moment_type(self._plan, moment, name, str(w.dtype).removeprefix("torch."))
+        return torch.zeros_like(w, requires_grad=False, dtype=getattr(torch, kept_type))
 
     def _optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer's state of what it updates with this parameter in it: name -> moment or number."""

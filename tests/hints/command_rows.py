@@ -192,6 +192,8 @@ plan optimizer.groups=[{lr:0.1}]
 plan optimizer.groups=[{match:embedding,lr:-1}]
 plan optimizer.groups=[{match:nothing,lr:0.1}]
 plan optimizer=muon optimizer.matrices=nothing
+plan optimizer=muon optimizer.moments=int8
+plan optimizer.moments=int8 tensor=1d tensor.axes.t=4
 plan train.ramp_samples=8
 plan train.ramp_from=1000000
 plan train.global_batch=8 train.ramp_from=2 train.ramp_by=4 train.ramp_samples=8

@@ -1,0 +1,138 @@
+"""Optimizer state in few bytes: how moments lie in memory between updates, and the optimizer that updates from them.
+
+`optimizer.moments=bf16` keeps each number in 16 bits. With int8 a block of SCALE_BLOCK consecutive elements of the
+global parameter has one scale, its largest absolute value, and each element a code, the nearest of 256 values between
+-1 and 1 ("8-bit Optimizers via Block-wise Quantization", Dettmers et al. 2022), as torchao keeps them. The plan cuts no
+block, so that the numbers are the same under every plan (`violations_of_stored_states`).
+
+Every update is computed in the type of master copies. It goes piece by piece, so that it takes little memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from platform.optimizer.optimizers import PIECES, SCALES, UNSIGNED
+from platform.plan.model_types import SCALE_BLOCK
+
+Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+EXPONENTS = 7  # powers of ten from 1 down, among which the codes of the table divide their bits
+LEAST_SCALE = 1e-12
+
+
+@lru_cache(maxsize=8)
+def _build_code_table(signed: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the 256 values in ascending order that 8-bit codes stand for: more of them near 0, where each power of ten
+    has half as many as the one above, and below 0 only if `signed`."""
+    values = [0.0, 1.0]
+    for power in range(EXPONENTS):
+        borders = torch.linspace(0.1, 1, 2 ** (power + (not signed)) + 1)
+        middles = (borders[:-1] + borders[1:]) / 2.0
+        values += (10 ** (power - EXPONENTS + 1) * middles).tolist()
+        values += (-(10 ** (power - EXPONENTS + 1)) * middles).tolist() if signed else []
+    return torch.tensor(sorted(values), dtype=torch.float32).to(device, dtype)
+
+
+def encode_blocks(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes (uint8 [elements]) and scales (fp32 [blocks]) of flat moments `x`, whole blocks of them."""
+    blocks, table = x.view(-1, SCALE_BLOCK), _build_code_table(signed, x.dtype, x.device)
+    scales = blocks.abs().amax(-1).clip(LEAST_SCALE).float()
+    scaled = (blocks / scales.to(x.dtype).view(-1, 1)).view(-1)
+    codes = torch.bucketize(scaled, table, right=True, out_int32=True).sub_(1).clip_(0, 255)
+    above = (codes + 1).clip_(max=255)
+    below_value, above_value = table[codes], table[above]
+    rounds_up = scaled - below_value >= (above_value - below_value) * 0.5
+    return torch.where(rounds_up, above, codes).to(torch.uint8), scales
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, signed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the flat moments of the `codes` of whole blocks and their `scales`: the inverse of `encode_blocks`."""
+    return decode_numbers(codes.view(-1, SCALE_BLOCK), scales.view(-1, 1), signed, dtype).view(-1)
+
+
+def decode_numbers(codes: Tensor, scales: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
+    """Return the moments that `codes` stand for, each with its scale in `scales`, which may be broadcast."""
+    return _build_code_table(signed, dtype, codes.device)[codes.int()] * scales.to(dtype)
+
+
+def load_moment(state: Mapping[str, Any], name: str, piece: slice, dtype: torch.dtype) -> Tensor:
+    """Return a piece of a stored moment of flat weights in `dtype`: a view if it is stored so, else new memory."""
+    stored: Tensor = state[name][piece]
+    if stored.dtype != torch.uint8:
+        return stored.to(dtype)
+    return decode_blocks(stored, state[name + SCALES][_blocks_of_piece(piece)], name not in UNSIGNED, dtype)
+
+
+def store_moment(state: Mapping[str, Any], name: str, piece: slice, moment: Tensor) -> None:
+    """Store a piece of the moment `name` of flat weights in an optimizer's `state`, rounded to the type there."""
+    stored: Tensor = state[name][piece]
+    if stored.dtype == torch.uint8:
+        codes, scales = encode_blocks(moment, name not in UNSIGNED)
+        stored.copy_(codes)
+        state[name + SCALES][_blocks_of_piece(piece)].copy_(scales)
+    elif stored.data_ptr() != moment.data_ptr():
+        stored.copy_(moment)
+
+
+def _blocks_of_piece(piece: slice) -> slice:
+    """Return the blocks of a piece of flat weights, which divides none."""
+    return slice(piece.start // SCALE_BLOCK, piece.stop // SCALE_BLOCK)
+
+
+def allocate_moment(w: Tensor, name: str, form: str, scaled: bool) -> dict[str, Tensor]:
+    """Return a moment of the flat weights `w` as zeros in a form, by name, with its scales if it is `scaled`."""
+    scales = {name + SCALES: torch.zeros(w.numel() // SCALE_BLOCK, device=w.device)} if scaled else {}
+    dtype = torch.bfloat16 if form == "bf16" else torch.uint8 if scaled else w.dtype
+    return {name: torch.zeros(w.numel(), dtype=dtype, device=w.device), **scales}
+
+
+class PiecewiseOptimizer(torch.optim.Optimizer):
+    """Updates flat weights piece by piece, by an inner optimizer that knows a piece alone, and its moments, which are
+    decoded before the update and encoded after it."""
+
+    def __init__(self, groups: list[dict[str, Any]], build: Build, moments: Sequence[str], form: str):
+        """Construct the optimizer of groups of flat tensors. `build` constructs the inner one, of these `moments`."""
+        super().__init__(groups, {"weight_decay": 0.0, "scaled": False})
+        self._moments, self._form = moments, form
+        lone = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in self.param_groups]
+        self._inner = build(lone)
+        self._settings = self._inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient. `closure` is not supported."""
+        assert closure is None, "gradients are there"
+        for group, settings in zip(self.param_groups, self._settings, strict=True):
+            for w in (w for w in group["params"] if w.grad is not None and w.numel()):
+                self._update_weights(w, {**settings, "lr": group["lr"]}, group["scaled"])
+
+    def _update_weights(self, w: Tensor, settings: dict[str, Any], scaled: bool) -> None:
+        """Update flat weights by their gradient, with the `settings` of their group; `scaled`: moments have scales."""
+        stored, fresh = self.state[w], not self.state[w]
+        for name in self._moments if fresh else ():
+            stored.update(allocate_moment(w, name, self._form, scaled))
+        numbers = {k: v for k, v in stored.items() if k.removesuffix(SCALES) not in self._moments}
+        gradient, left = w.grad, numbers
+        assert gradient is not None, "who has none is left out"
+        for start in range(0, w.numel(), PIECES[w.device.type]):
+            piece = slice(start, min(start + PIECES[w.device.type], w.numel()))
+            weights = w.detach()[piece].requires_grad_()
+            weights.grad = gradient[piece]
+            loaded = {} if fresh else {name: load_moment(stored, name, piece, w.dtype) for name in self._moments}
+            self._inner.param_groups = [{**settings, "params": [weights]}]
+            self._inner.state = defaultdict(dict, {weights: {**deepcopy(numbers), **loaded}})
+            del loaded
+            self._inner.step()
+            left = self._inner.state.pop(weights)
+            self._inner.param_groups, weights.grad = [], None  # nothing of a piece lives on
+            for name in self._moments:
+                store_moment(stored, name, piece, left.pop(name))
+        stored.update(left)
