@@ -37,6 +37,10 @@ LAYOUTS = {  # of Shazeer et al., section 8 -> axes
     "mesh_tf_2d": {"rows": 2, "cols": 2},
     "mesh_tf_3d": {"rows": 2, "cols": 2, "planes": 2},
 }
+SIZES = {  # of tables 2 and 3 of Shazeer et al.: kind of model -> heads -> billions of parameters, as printed
+    "lm": {4: "0.14", 8: "0.22", 16: "0.37", 32: "0.67", 64: "1.28", 128: "2.48", 256: "4.90"},
+    "mt": {4: "0.15", 8: "0.24", 16: "0.42", 32: "0.77", 64: "1.48", 128: "2.89"},
+}
 B, IO, H = 256, 64, 512  # of +experiment=two_layer
 
 
@@ -105,8 +109,7 @@ def predict_step(arguments: Sequence[str], gpus: int, hardware: str, system: str
     plan = make_plan(config, gpus, tuple(range(stages)) * config.pipeline.chunks if kind in EVEN else None)
     assert plan.mesh.world_size == gpus, f"{arguments}: {plan.mesh}"
     work = build_step_work(config, plan, system=read_system(system))
-    described = read_hardware(str(TABLES / hardware) if hardware.endswith(".yaml") else hardware)
-    return config, plan, MeasuredRun("", {}, work, described, 1.0, 1.0).predict_price({})
+    return config, plan, MeasuredRun("", {}, work, read_hardware(hardware), 1.0, 1.0).predict_price({})
 
 
 def predict_speed(cells: Mapping[str, str], side: str, system: str) -> float:
@@ -237,12 +240,14 @@ def render_elements() -> str:
     return render_table(["layout", "mesh", "published formula", "planned"], rows)
 
 
-def render_sizes() -> str:
-    """Return the sizes of the models of table 2 of Shazeer et al."""
-    published = {4: "0.14", 8: "0.22", 16: "0.37", 32: "0.67", 64: "1.28", 128: "2.48", 256: "4.90"}
-    counts = {heads: make_plan(compose_config([f"model=mesh_lm_{heads}"])).parameter_count for heads in published}
-    rows = [[f"`mesh_lm_{n}`", n, size, f"{counts[n] / 1e9:.2f}"] for n, size in published.items()]
-    return render_table(["model", "heads", "published, billions", "ours, billions"], rows)
+def render_sizes(kind: str) -> str:
+    """Return the sizes of the models of table 2 (`lm`) or 3 (`mt`) of Shazeer et al."""
+    rows = []
+    for heads, size in SIZES[kind].items():
+        name = f"mesh_{kind}_{heads}"
+        config = compose_config([f"model={name}", *(["data=pairs"] if kind == "mt" else [])])
+        rows.append([f"`{name}`", config.model.d_ff, heads, size, f"{make_plan(config).parameter_count / 1e9:.2f}"])
+    return render_table(["model", "d_ff", "heads", "published, billions", "ours, billions"], rows)
 
 
 def render_training() -> str:
@@ -278,12 +283,13 @@ NAMES: Mapping[str, tuple[str, str, str, Callable[[], str]]] = {
     "megatron_figures": ("narayanan", "Figures 7 to 18", "", lambda: render_claims(read_claims("megatron_figures"))),
     "megatron_training": ("narayanan", "Days and terabytes", "", render_training),
     "shazeer_table_1": ("shazeer", "Table 1: elements all-reduced by a rank", "", render_elements),
-    "shazeer_table_2": ("shazeer", "Table 2: parameters", "", render_sizes),
+    "shazeer_table_2": ("shazeer", "Table 2: parameters of language models", "", lambda: render_sizes("lm")),
+    "shazeer_table_3": ("shazeer", "Table 3: parameters of translation models", "", lambda: render_sizes("mt")),
 }  # fmt: skip
 SAYS = {  # name of a table -> what is said above it
     BIAN: "On V100, by the constants of `conf/hardware/v100.yaml`. Not measured here.",
     "jain_figures": "A ratio of sequences per second, as the text prints it; words where it prints a trend. *Their "
-    "system* is `conf/system/lbann.yaml` on `tests/predict/tables/v100_lassen.yaml`, in which each head has kernels of "
+    "system* is `conf/system/lbann.yaml` on `conf/hardware/v100_lassen.yaml`, in which each head has kernels of "
     "its own; *ours* batches the heads. Losses are equal to 15 digits under every plan.",
     "megatron_table_1": "Two constants are fitted on the five small rows. Not measured here; the bytes of the last row "
     "were handed to a stand-in of torch's transport on 3,072 ranks, and are the plan's "
@@ -295,6 +301,7 @@ SAYS = {  # name of a table -> what is said above it
     "shazeer_table_1": "256 sequences, io 64, hidden 512: twice the table's column, once for each pass. Counters on "
     "ranks measure the planned number (`python -m pytest tests/runtime/oracle/test_two_layer.py`, 2026-11-29).",
     "shazeer_table_2": "By the digit that is printed.",
+    "shazeer_table_3": "Likewise.",
 }
 
 

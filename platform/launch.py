@@ -297,8 +297,7 @@ def _plan_jobs(args: Namespace, phases: PhaseTimes) -> list[PlannedJob]:
     jobs: list[PlannedJob] = []
     lines: list[str] = []
     with open_composer(args.config_dir) as composer:
-        swept = composer.find_sweep_arguments(args.overrides) if args.multirun else []
-        for arguments in expand_sweep_jobs([*args.overrides, *swept], args.multirun):
+        for arguments in _expand_jobs(composer, args.overrides, args.multirun):
             with isolate_secrets():
                 register_url_secrets(arguments)
                 mistakes, job = _plan_job(composer, arguments, phases)
@@ -308,6 +307,20 @@ def _plan_jobs(args: Namespace, phases: PhaseTimes) -> list[PlannedJob]:
     lines += [f"run.dir={d}: several jobs of the sweep share it" for d in directories if directories.count(d) > 1]
     refuse_all(lines)
     return jobs
+
+
+def _expand_jobs(composer: Composer, overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+    """Return the arguments of each job of a command, with what files say to sweep over if `multirun` is set."""
+    swept, jobs = composer.find_sweep_arguments(overrides) if multirun else ([], [[]])
+    return expand_sweep_jobs([*overrides, *swept], multirun, jobs)
+
+
+def compose_sweep(overrides: Sequence[str], config_dir: str | None = None) -> list[tuple[list[str], Config]]:
+    """Compose a sweep, `-m`; return each job's arguments and configuration. Raises ConfigError with all mistakes."""
+    with open_composer(config_dir) as composer:
+        jobs = [(words, *_compose_job(composer, words, True)) for words in _expand_jobs(composer, overrides, True)]
+    refuse_all(dict.fromkeys(line for _, _, lines in jobs for line in lines))
+    return [(words, config) for words, config, _ in jobs]
 
 
 def _plan_job(composer: Composer, arguments: list[str], phases: PhaseTimes) -> tuple[list[str], PlannedJob | None]:

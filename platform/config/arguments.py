@@ -82,6 +82,7 @@ def quote_value(value: str) -> str:
     return f"'{escaped}'"
 
 
+SCALE = "scale"  # group of folders with sizes for an experiment, each in a file of the experiment's name
 NOT_OURS = "Hydra's own keys do nothing here; own files go by --config-dir DIRECTORY"
 BASIC = {  # Hydra's plugin groups -> why only `basic` of them is honoured, and what to do instead
     "launcher": "the jobs of a sweep run one after the other, each with all workers; or type one command per job",
@@ -181,9 +182,9 @@ def _parse_as_text(argument: str) -> Any:
     return TextVisitor(hydra.create_functions()).visit(hydra.OverrideParser(tokens).override())._value
 
 
-def expand_sweep_jobs(overrides: Sequence[str], multirun: bool) -> list[list[str]]:
+def expand_sweep_jobs(overrides: Sequence[str], multirun: bool, jobs: Sequence[list[str]] = ([],)) -> list[list[str]]:
     """Return the arguments of each job (run) of a command with the arguments `overrides`: one job without `-m`, which
-    sets `multirun`, else Hydra's product of choices, ranges and globs.
+    sets `multirun`, else Hydra's product of choices, ranges and globs, with the arguments of each of `jobs`.
 
     Raises ConfigError if a sweep has no value.
     """
@@ -197,7 +198,7 @@ def expand_sweep_jobs(overrides: Sequence[str], multirun: bool) -> list[list[str
             choices.append([f"{key}={value}" for value in values])
         else:
             choices.append([override])
-    return [list(job) for job in product(*choices)]
+    return [[*combination, *job] for job in jobs for combination in product(*choices)]
 
 
 def parse_typed_values(arguments: Sequence[str]) -> dict[str, Any]:
@@ -232,12 +233,7 @@ def format_hydra_error(argument: str, error: Exception) -> str:
     key, _, value = argument.lstrip("+").partition("=")
     text = str(error) + (f"\n{error.__cause__}" if error.__cause__ else "")
     if option := re.search(r"Could not (?:find|load) '(.+)/(.*?)'", text):
-        group, name = option.groups()
-        legal = active_config_loader().get_group_options(group)
-        kind = f"{group}.kind"
-        registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
-        legal = [*closest_values(name, legal), *(registered if kind in KEYS and KEYS[kind].open else [])]
-        return format_violation(group, name, "unknown", legal)
+        return _format_unknown_option(*option.groups())
     malformed = re.search("Error parsing override|Lexer|mismatched input|extraneous input|no viable", text)
     if malformed or key.startswith("~"):
         line = f"{argument[:SHOWN]}: must be KEY=VALUE; nearest legal: +experiment=NAME, train.steps=100"
@@ -251,9 +247,8 @@ def format_hydra_error(argument: str, error: Exception) -> str:
     refused_key = next(filter(None, key_match.groups()), key) if key_match else key
     # another key: the chosen file has the mistake
     key_prefix = "" if refused_key.split("[")[0] == key.split("@")[0] else f"{refused_key}: "
-    if key == "hardware":
-        constraint = f"no key of a run: --hardware {value} of python -m platform.plan, or cluster.hardware={value}"
-        return format_violation(key, value, constraint)
+    if key in ("hardware", SCALE):
+        return _format_refused_group(key, value)
     if single := isinstance(flatten_config(Config()).get(key.rpartition(".")[0]), str | int):  # has no keys inside
         refused_key, key_prefix = key, ""
     if single or re.search(r"' not in '|is not in struct|unknown key|Could not override", text):
@@ -286,6 +281,27 @@ def format_hydra_error(argument: str, error: Exception) -> str:
         return format_violation(key, value, "must be a name, or a list of names")
     first_line = text.split("\n    full_key")[0].removeprefix(f"Error merging override {rewrite_argument(argument)}")
     return format_violation(key, value, key_prefix + " ".join(first_line.split()))
+
+
+def _format_unknown_option(group: str, name: str) -> str:
+    """Return the line that refuses an option that a group of files does not have."""
+    if group.startswith(f"{SCALE}/"):
+        return format_violation(SCALE, group.partition("/")[2], f"has no sizes for the experiment {name}")
+    kind, known = f"{group}.kind", active_config_loader().get_group_options(group)
+    registered = [f"{kind}={name} where a module in extend=[MODULE] registers it"]
+    legal = [*closest_values(name, known), *(registered if kind in KEYS and KEYS[kind].open else [])]
+    return format_violation(group, name, "unknown", legal)
+
+
+def _format_refused_group(group: str, name: str) -> str:
+    """Return the line that refuses a name in the group hardware, which no run reads, or in the group of scales."""
+    from hydra.core.object_type import ObjectType
+
+    if group == SCALE:
+        folders = active_config_loader().get_group_options(SCALE, ObjectType.GROUP)
+        return format_violation(SCALE, name, "no such folder of sizes", folders)
+    constraint = f"no key of a run: --hardware {name} of python -m platform.plan, or cluster.hardware={name}"
+    return format_violation(group, name, constraint)
 
 
 def _suggest_default(key: str) -> list[Any]:

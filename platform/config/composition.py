@@ -21,6 +21,7 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import iterate_texts
 from platform.config.arguments import (
     NOT_OURS,
+    SCALE,
     active_config_loader,
     find_plugin_fault,
     parse_argument,
@@ -221,6 +222,8 @@ T = TypeVar("T")
 HERE = Path(__file__).resolve().parents[1]
 CONF = next(p for p in (HERE / "conf", HERE.parent / "conf") if p.is_dir())  # in a wheel, in a checkout
 
+JOBS = "jobs"  # in hydra.sweeper.params: a line of arguments per job, of a sweep that is no product
+
 RefusedArguments = list[tuple[str, Exception]]  # (argument, error that Hydra, OmegaConf or YAML raised for it)
 
 
@@ -270,8 +273,7 @@ class Composer:
         self._swept: dict[tuple[str, ...], dict[str, str]] = {}  # choices -> what those files say to sweep over
 
     def compose_arguments(self, arguments: Sequence[str]) -> tuple[Config, list[str], RefusedArguments]:
-        """Compose the configuration of command-line arguments. Return it, the arguments that it accepts, in order, and
-        the refused ones, each with the error that it raised."""
+        """Return the configuration of arguments, the accepted ones in order, and the refused ones with their errors."""
         choices, values, refused = self._classify_arguments(arguments)
         base, chosen, no_choices = _find_accepted_arguments(self._compose_choices, choices)
         config, accepted_values, no_values = _find_accepted_arguments(lambda some: _apply_values(base, some), values)
@@ -279,16 +281,21 @@ class Composer:
         refused_arguments = sorted([*refused, *no_choices, *no_values], key=lambda pair: order[pair[0]])
         return config, sorted([*chosen, *accepted_values], key=order.__getitem__), refused_arguments
 
-    def find_sweep_arguments(self, arguments: Sequence[str]) -> list[str]:
-        """Return the arguments that a sweep, `-m`, gets from files (hydra.sweeper.params), such as "seed=1,2": for the
-        keys that `arguments` do not set; [] if `arguments` are refused, which planning their jobs reports."""
-        typed = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+    def find_sweep_arguments(self, arguments: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+        """Return what a sweep, `-m`, gets from files (hydra.sweeper.params) for the keys that `arguments` do not set:
+        arguments such as "seed=1,2", and the arguments of each job of its `jobs`, one without any if it has none. It
+        gets nothing if `arguments` are refused, which planning their jobs reports."""
+        typed = {_find_key(argument) for argument in arguments}
+        swept: dict[str, str] = {}
         with suppress(*list_user_error_types()):
             plain = [a for a in arguments if not parse_argument(a).is_sweep_override()]
             choices, _, _ = self._classify_arguments(plain)
             self._compose_choices(choices)
-            return [f"{key}={values}" for key, values in self._swept[tuple(choices)].items() if key not in typed]
-        return []
+            swept = {key: values for key, values in self._swept[tuple(choices)].items() if values and key not in typed}
+        lines = swept.pop(JOBS, "").splitlines()
+        jobs = [[word for word in line.split() if _find_key(word) not in typed] for line in lines] or [[]]
+        job_keys = {_find_key(word) for job in jobs for word in job}
+        return [f"{key}={values}" for key, values in swept.items() if key not in job_keys], jobs
 
     def list_options(self, group: str) -> list[str]:
         """Return the names of the YAML files in a group, such as "tensor"; [] if there is no such group."""
@@ -314,6 +321,7 @@ class Composer:
                 if not parsed.key_or_group:
                     raise HydraException("Error parsing override")
                 group = bool(self.list_options(parsed.key_or_group)) and not isinstance(parsed.value(), dict)
+                group = group or parsed.key_or_group == SCALE
                 if parsed.is_sweep_override() or parsed.package is not None:
                     group = True  # composing raises Hydra's own error for these
             except list_user_error_types() as error:
@@ -329,7 +337,7 @@ class Composer:
 
         key = tuple(choices)
         if key not in self._chosen:
-            arguments = tuple(rewrite_argument(a) for a in (*self.own, *choices))
+            arguments = tuple(rewrite_argument(a) for a in (*self.own, *_name_scale(choices)))
             # The user's own files may change while a process runs, and so may what ${oc.env:X} is.
             changing = self.own or any("${" in argument for argument in arguments)
             shipped = None if changing else deepcopy(_compose_shipped_files(arguments, _read_file_times()))
@@ -340,6 +348,19 @@ class Composer:
             OmegaConf.set_struct(composition, True)
             self._chosen[key] = composition
         return self._chosen[key]
+
+
+def _find_key(argument: str) -> str:
+    """Return the key or group that an argument sets."""
+    return argument.lstrip("+").partition("=")[0]
+
+
+def _name_scale(choices: Sequence[str]) -> list[str]:
+    """Return choices of files with +scale=FOLDER, last, as the choice of the file there of the experiment's name."""
+    values = {_find_key(choice): choice.partition("=")[2] for choice in choices}
+    others = [choice for choice in choices if _find_key(choice) != SCALE]
+    named = values.get("experiment", "").rpartition("/")[2] or "none"
+    return [*others, f"+{SCALE}/{values[SCALE]}={named}"] if SCALE in values else others
 
 
 def _compose_files(arguments: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:

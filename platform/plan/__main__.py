@@ -1,5 +1,6 @@
 """`python -m platform.plan +experiment=NAME [key=value ...]` explains the plan of a run without starting it: on one
-screen, or with `--all` in full. With `--diff A B` it shows what differs between two plans.
+screen, or with `--all` in full. With `--diff A B` it shows what differs between two plans, with `-m` a row for each job
+of a sweep.
 
 With `--shrink` it shows what the run becomes as it loses workers, one line per plan; with `--check` it follows every
 tensor through the plan, and ends with status 1 if ranks would compute another number than one process.
@@ -39,7 +40,7 @@ from platform.boundary.terminal import Say, escape_terminal_text, print_line, pr
 from platform.cluster.shown_commands import Command, replace_overrides
 from platform.config.fields import Config
 from platform.config.key import WORKERS
-from platform.launch import compose_config
+from platform.launch import compose_config, compose_sweep
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
@@ -80,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_command_line("plan", __doc__)
     parser.add_argument("overrides", nargs="*", help="as for platform.launch: +experiment=NAME key=value ...")
     parser.add_argument("--config-dir", help="the user's own configuration files")
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="a row per job of a sweep: its seconds, TFLOP/s and memory"
+    )
+    parser.add_argument("--system", help="with -m: as another system runs the plans, a name in conf/system/")
     parser.add_argument("--workers", type=int, help="how many there are, where parallel.data=-1")
     parser.add_argument(
         "--tiers", type=_parse_tiers, metavar="node=8,rack=32,...",
@@ -259,7 +264,7 @@ def _parse_tiers(text: str) -> dict[str, int]:
 
 def _run_plan_command(arguments: argparse.Namespace) -> int:
     """Print the explanation that the command line asks for; return the exit status of `python -m platform.plan`."""
-    refuse_all(_violations_of_numbers(arguments))
+    refuse_all([*_violations_of_numbers(arguments), *_violations_of_views(arguments)])
     with pause_garbage_collection():
         return _print_requested_view(arguments)
 
@@ -274,9 +279,20 @@ def _violations_of_numbers(arguments: argparse.Namespace) -> Iterator[str]:
             yield format_violation(f"--{name}", number, constraint)
 
 
+def _violations_of_views(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield a refusal line for each option that is read only beside -m, or only without it."""
+    if arguments.system and not arguments.multirun:
+        yield format_violation("--system", arguments.system, "is read with -m alone")
+    for name in ("tiers", "tokens", "svg", "shrink", "check", "all", "diff") if arguments.multirun else ():
+        if value := getattr(arguments, name):
+            yield format_violation(f"--{name}", value, "is of one plan; -m prints a row for each")
+
+
 def _print_requested_view(arguments: argparse.Namespace) -> int:
     """Print the explanation of a plan as text or JSON, or with `--shrink` the plans for fewer and fewer workers, with
     `--check` mistakes, with `--diff` what differs between two plans; return the exit status."""
+    if arguments.multirun:
+        return _print_sweep(arguments)
     if arguments.diff:
         return _print_differing_predictions(arguments)
     config, plan = _compose_plan(arguments, arguments.overrides)
@@ -312,6 +328,11 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
 def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Config, Plan]:
     """Return the configuration that the plan command's overrides give, with its open keys chosen, and its plan."""
     config = _compose_config(arguments, overrides, lambda line: print_line(line, sys.stderr))
+    return config, _plan_config(arguments, config)
+
+
+def _plan_config(arguments: argparse.Namespace, config: Config) -> Plan:
+    """Return the plan of a configuration, of which the open keys are chosen in place."""
     sizes_are_set = config.parallel.data != -1 and not config.plan.search
     if config.plan.search:
         _choose_open_keys(config, arguments)
@@ -319,7 +340,24 @@ def _compose_plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tu
     if sizes_are_set and arguments.workers and arguments.workers != plan.mesh.world_size:
         _refuse_workers(config, plan, arguments.workers)
     config.parallel.data = plan.num_replicas
-    return config, plan
+    return plan
+
+
+def _print_sweep(arguments: argparse.Namespace) -> int:
+    """Print a row for each job of the sweep that the command line asks for, as text or JSON; return the exit status."""
+    from platform.predict.measured_runs import list_swept_arguments, read_system
+    from platform.predict.sweep_prices import dump_prices, format_prices, price_job
+
+    system = read_system(arguments.system or "ours")
+    jobs, prices, names = compose_sweep(arguments.overrides, arguments.config_dir), [], []
+    for words, (_, config) in zip(list_swept_arguments([words for words, _ in jobs]), jobs, strict=True):
+        _set_hardware(arguments, config)
+        hardware = _choose_hardware(arguments.hardware, config)
+        names.append(hardware.name)
+        prices.append(price_job(words, config, _plan_config(arguments, config), hardware, system))
+    shown = "\n".join(format_prices(prices, " and ".join(dict.fromkeys(names))))
+    print(json.dumps(dump_prices(prices)) if arguments.json else escape_terminal_text(shown))
+    return DONE
 
 
 def _refuse_workers(config: Config, plan: Plan, workers: int) -> NoReturn:
@@ -334,12 +372,17 @@ def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str], say
     """Return the configuration of the plan command's overrides, on its --hardware, if any, which plans for its kind of
     device; `say`: gets notes."""
     config = compose_config(overrides, arguments.config_dir, say=say)
+    _set_hardware(arguments, config)
+    return config
+
+
+def _set_hardware(arguments: argparse.Namespace, config: Config) -> None:
+    """Set the hardware of the command line, if any, and its kind of device in a configuration, in place."""
     if arguments.hardware:
         _choose_hardware(arguments.hardware, config)  # refuses it by the name of the option
         config.cluster.hardware = arguments.hardware
     if (chosen := read_chosen_hardware(config)) and chosen.ahead and config.cluster.device == "auto":
         config.cluster.device = "cuda"
-    return config
 
 
 def _print_differing_predictions(arguments: argparse.Namespace) -> int:
@@ -387,7 +430,7 @@ def _choose_open_keys(config: Config, arguments: argparse.Namespace) -> None:
     if not standings:
         return
     for line in format_ranking(standings, config.plan.top) if config.plan.top else [format_choice(standings)]:
-        print(escape_terminal_text(line), file=sys.stderr if arguments.json else sys.stdout)
+        print(escape_terminal_text(line), file=sys.stderr if arguments.json or arguments.multirun else sys.stdout)
 
 
 def _print_unsound_parts(plan: Plan, as_json: bool) -> int:

@@ -570,17 +570,17 @@ def _format_value(value: Any) -> str:
     return quote_value(value) if isinstance(value, str) else json.dumps(value).replace('"', "'")
 
 
-def _list_swept_arguments(runs: Sequence[TrainedRun]) -> list[list[str]]:
+def list_swept_arguments(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the arguments of each measured run of a sweep that some other run of it lacks."""
-    common = set[str].intersection(*(set(run.arguments) for run in runs))
-    return [[a for a in run.arguments if a not in common] for run in runs]
+    common = set[str].intersection(*(set(arguments) for arguments in jobs))
+    return [[a for a in arguments if a not in common] for arguments in jobs]
 
 
 def format_sweep(runs: Sequence[TrainedRun], statuses: Sequence[int]) -> str:
     """Format a table of a sweep's measured runs for the user: what differs, last training loss, lowest validation loss,
     and run directory; the best first, unfinished ones last. `statuses`: exit statuses of the runs that started."""
     ranked = []
-    for run, names, status in zip_longest(runs, _list_swept_arguments(runs), statuses):
+    for run, names, status in zip_longest(runs, list_swept_arguments([run.arguments for run in runs]), statuses):
         rows: list[dict[str, Any]] = []
         with suppress(OSError, Malformed):
             rows = MetricsLog.read_rows(Path(run.config.run.dir) / METRICS)
@@ -599,7 +599,8 @@ def format_sweep(runs: Sequence[TrainedRun], statuses: Sequence[int]) -> str:
 def write_sweep_table(name: str, runs: Sequence[TrainedRun], compose: Compose) -> str:
     """Write the table of a sweep's measured runs, to compare with predictions, beside their directories; return a line
     for the user, that it cannot be written too, as the runs are trained: their table must not fail the command."""
-    named = [run._replace(arguments=names) for run, names in zip(runs, _list_swept_arguments(runs), strict=True)]
+    swept = list_swept_arguments([run.arguments for run in runs])
+    named = [run._replace(arguments=names) for run, names in zip(runs, swept, strict=True)]
     path = Path(os.path.commonpath([os.path.dirname(run.config.run.dir) for run in runs])) / f"{name}.csv"
     try:
         if not write_run_table(path, named, compose):

@@ -96,7 +96,7 @@ def test_a_text_in_a_file_is_what_is_written(words):
             file.write(f"kind: text\npath: /x\nfield: {words[0]}\n")
         config = compose_config(["+experiment=mine", "eval.every=1"], config_dir=folder)
         with open_composer(folder) as composer:
-            assert composer.find_sweep_arguments(["+experiment=mine"]) == [f"monitor.group={words[1]}"]
+            assert composer.find_sweep_arguments(["+experiment=mine"]) == ([f"monitor.group={words[1]}"], [[]])
     assert (config.data.field, config.eval.prompts, config.seed) == (words[0], words, 10)
     assert config.cluster.labels == names
 

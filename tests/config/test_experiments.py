@@ -115,6 +115,32 @@ def test_mesh_tensorflows_table_2(row):
     assert f"{size(f'mesh_lm_{heads}') / 1e9:.2f}" == billions
 
 
+# Table 3 as printed.
+TABLE_3 = """
+2048 4 0.15
+4096 8 0.24
+8192 16 0.42
+16384 32 0.77
+32768 64 1.48
+65536 128 2.89
+"""
+
+
+@pytest.mark.parametrize("row", TABLE_3.split("\n")[1:-1])
+def test_mesh_tensorflows_table_3(row):
+    d_ff, heads, billions = row.split()
+    config = compose_config([f"model=mesh_mt_{heads}", "data=pairs"])
+    model = config.model
+    assert (model.d_model, model.d_kv, model.d_ff, model.heads) == (1024, 128, int(d_ff), int(heads))
+    assert f"{make_plan(config).parameter_count / 1e9:.2f}" == billions
+
+
+@pytest.mark.parametrize(("model", "billions"), [("gpt_5_9b", "5.9"), ("gpt_91b", "91.1"), ("gpt_162b", "162.2")])
+def test_models_of_megatrons_figures(model, billions):
+    """The paper prints 5.9, 91 and 162.2."""
+    assert f"{size(model) / 1e9:.1f}" == billions
+
+
 @pytest.mark.parametrize(
     ("model", "billions"),
     [

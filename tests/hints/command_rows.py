@@ -231,6 +231,7 @@ doctor data=text data.path={text} data.streaming=true data.validation=0.1
 doctor data.path={text}
 doctor run.dir=/proc/x
 plan --workers=2
+plan experiment=paper/megatron_figure_15 +scale=small
 slurm data.path=s3://user:password@host/x
 alone data=stdlib
 write
