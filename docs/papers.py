@@ -23,13 +23,14 @@ from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.predict.measured_runs import MeasuredRun, compare_runs, mark_fitted_runs, read_measured_runs, read_system
 from platform.predict.price import StepPrice
+from platform.predict.recovery_price import Known, checkpoint_price
 from platform.predict.step_price import build_step_work, read_hardware
 from platform.predict.work import EVEN
 
 DOCS = Path(__file__).parent
 TABLES = DOCS.parent / "tests" / "predict" / "tables"
 PAGE = DOCS / "papers.md"
-OURS = "ours"
+OURS, A100 = "ours", "a100_80g"
 LAYOUTS = {  # of Shazeer et al., section 8 -> axes
     "mesh_tf_empty": {"all": 4},
     "mesh_tf_data": {"all": 4},
@@ -256,11 +257,14 @@ def render_training() -> str:
     rows = []
     for cells in runs:
         gpus, tokens = int(cells["gpus"]), float(cells["tokens"])
-        _, plan, price = predict_step(cells["common"].split(), gpus, cells["hardware"], cells["system"])
+        config, plan, price = predict_step(cells["common"].split(), gpus, cells["hardware"], cells["system"])
         by_formula = 8 * tokens * plan.parameter_count / (gpus * float(cells["flops"])) / 86400
         rows.append([cells["claim"], cells["published"], f"{by_formula:.1f}", f"{price.training_days(tokens):.1f}"])
-    by_formula, ours = plan.parameter_count * 14 / 1e9 / 1024, plan.parameter_count * 12 / 1e12
-    rows.append(["a checkpoint of 1T", "13.8 TB (of 1,024 GB)", f"{by_formula:.1f} TB", f"{ours:.1f} TB (of 1,000 GB)"])
+    by_formula, saved = plan.parameter_count * 14, checkpoint_price(config, plan, Known("cuda", read_hardware(A100)))
+    ours = f"{saved.bytes / 1e12:.1f} TB (of 1,000 GB)"
+    rows.append(["a checkpoint of 1T", "13.8 TB (of 1,024 GB)", f"{by_formula / 1e9 / 1024:.1f} TB", ours])
+    rows.append(["written at 273 GB/s", "-", f"{by_formula / 273e9:.0f} s", f"{saved.saving:.0f} s"])
+    rows.append(["read at 1 TB/s", "-", f"{by_formula / 1e12:.0f} s", f"{saved.reading:.0f} s"])
     return render_table(["what", "published", "by the paper's formula", "predicted, ours for the checkpoint"], rows)
 
 

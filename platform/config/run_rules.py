@@ -188,6 +188,17 @@ def _violations_of_ray(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "cluster.wait", constraint, [1800])
 
 
+def _violations_of_urls(config: Config) -> Iterator[str]:
+    """Refuse storages through whose protocol nothing can be saved, or read, and URLs of what must be a path."""
+    for key, url in (("checkpoint.url", config.checkpoint.url), ("checkpoint.resume", config.checkpoint.resume)):
+        if url not in ("", *RESUME) and (reason := find_protocol_fault(url, key == "checkpoint.url")):
+            legal = ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]
+            yield format_violation(key, strip_url_secrets(url), reason, legal)
+    for key, path in (("run.dir", config.run.dir), ("data.cache", config.data.cache)):
+        if "://" in path:
+            yield format_violation(key, path, "must be a path; only checkpoints and data may be at a URL", ["a path"])
+
+
 def _violations_of_sample(config: Config) -> Iterator[str]:
     """Yield a refusal line if monitor.sample wants text of a kind of model that generates none."""
     if config.model.kind in ("encoder", "two_layer") and config.monitor.sample:
@@ -195,6 +206,7 @@ def _violations_of_sample(config: Config) -> Iterator[str]:
 
 
 RULES = (
+    _violations_of_urls,
     _violations_of_faults,
     _violations_of_sample,
     violations_of_profile,
@@ -235,20 +247,13 @@ _WANDB: Variable = (r"online|offline|disabled|shared|run|dryrun|", "no mode of W
 
 
 def violations_of_environment(config: Config) -> list[str]:
-    """Return one refusal line per directory, storage URL or environment variable that a run of `config` cannot use on
-    this machine, judging without creating or connecting to anything."""
+    """Return one refusal line per directory or environment variable that a run cannot use here; nothing is created."""
     lines = list(_violations_of_variables(config))
-    checkpoint, folders = config.checkpoint, {"run.dir": config.run.dir, "data.cache": config.data.cache}
-    for key, path in {**folders, "checkpoint.url": checkpoint.url}.items():
+    folders = {"run.dir": config.run.dir, "data.cache": config.data.cache, "checkpoint.url": config.checkpoint.url}
+    for key, path in folders.items():
         if path and "://" not in path and (reason := _find_directory_fault(path)):
             lines.append(format_violation(key, path, reason, ["a directory that you can write to"]))
-    for key, url in (("checkpoint.url", checkpoint.url), ("checkpoint.resume", checkpoint.resume)):
-        if url not in ("", *RESUME) and (reason := find_protocol_fault(url, key == "checkpoint.url")):
-            legal = ["a path", "s3://BUCKET/PATH", "gs://BUCKET/PATH"]
-            lines.append(format_violation(key, strip_url_secrets(url), reason, legal))
-    reason = "must be a path; only checkpoints and data may be at a URL"
-    urls = {key: path for key, path in folders.items() if "://" in path}
-    return lines + [format_violation(key, url, reason, ["a path"]) for key, url in urls.items()]
+    return lines
 
 
 def _violations_of_variables(config: Config) -> Iterator[str]:

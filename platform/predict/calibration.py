@@ -323,7 +323,7 @@ def format_hardware_file(h: Hardware, tiers: Set[str], seen: Seen) -> str:
         lines += [f"  {line}" for line in _format_link(link)]
         lines += ["  kinds:"] if link.kinds else []
         lines += [f"    {op}: {{{', '.join(_format_link(kind))}}}" for op, kind in link.kinds.items()]
-    lines += [f"storage: {h.storage:.4g} # {unmeasured}", "reached:"]
+    lines += [f"storage: {{read: {h.storage.read:.4g}, write: {h.storage.write:.4g}}} # {unmeasured}", "reached:"]
     reached = {
         "products": "products by shape",
         "attention": "attention in one kernel",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from platform.plan.accelerators import find_accelerator
 from platform.plan.operation_plan import TRAFFIC
@@ -53,17 +53,24 @@ MOST_REACHED = 1.5  # a share of a peak in a file; above 1 of peaks that are des
 ATTENTION = 0.75  # share of the speed of products that one kernel of attention reaches, where nothing else is said
 
 
+class StorageRates(NamedTuple):
+    """Bytes/s of all nodes together, from and to the storage of checkpoints."""
+
+    read: float
+    write: float
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Devices of one kind and the links between them; `conf/hardware/` has one file for each.
 
     `peaks`: dense FLOP/s by precision; `memory`: bytes; `bandwidth`: bytes/s of memory; `processors`: units over which
     the tiles of a product are dealt out; `launch`: seconds of the host for one kernel; `ranks`: devices of a node;
-    `storage`: bytes/s of all nodes together. `fill`: length of the contracted dim at which a product reaches half of
-    its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time by
-    which it slows what hides it, as it takes processors and memory (0.12 on A100 by Galvatron, 0.6 to 1 by the steps of
-    FSDP in llm-foundry's tables). `adapters`: most adapters of a node that one group uses at once. `tile`: longer edge
-    of the largest tile in which products are computed. `ahead`: True if the host launches kernels while the device
+    `storage`: bytes/s of all nodes together. `fill`: length of the contracted dim at which a product reaches
+    half of its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time
+    by which it slows what hides it, as it takes processors and memory (0.12 on A100 by Galvatron, 0.6 to 1 by the steps
+    of FSDP in llm-foundry's tables). `adapters`: most adapters of a node that one group uses at once. `tile`: longer
+    edge of the largest tile in which products are computed. `ahead`: True if the host launches kernels while the device
     computes, and memory is read while it multiplies; a CPU does one after the other.
     """
 
@@ -76,7 +83,7 @@ class Hardware:
     ranks: int
     node: Link
     network: Link
-    storage: float
+    storage: StorageRates
     reached: Reached
     fill: float = 64.0
     interference: float = 0.4
@@ -142,6 +149,15 @@ class _DescriptionReader:
         self.mistakes.append(f"{self.path}{key}={value}: must be a number > 0{bound}")
         return 1.0
 
+    def read_storage(self) -> StorageRates:
+        """Return the rates of the storage: one number for both, or `read` and `write` apart."""
+        if not isinstance(self.data.get("storage"), Mapping):
+            return StorageRates(*2 * (self.read_number("storage"),))
+        part = self.read_part("storage")
+        rates = StorageRates(part.read_number("read"), part.read_number("write"))
+        part.note_unknown_keys()
+        return rates
+
     def read_flag(self, key: str, default: bool) -> bool:
         """Return the true or false of a key; a mistake is noted for anything else."""
         self.known.add(key)
@@ -206,7 +222,7 @@ def parse_hardware(name: str, data: Mapping[str, Any]) -> Hardware:
         processors=int(reader.read_number("processors")),
         launch=reader.read_number("launch"),
         ranks=int(ranks),
-        storage=reader.read_number("storage"),
+        storage=reader.read_storage(),
         fill=reader.read_number("fill", Hardware.fill),
         interference=reader.read_number("interference", Hardware.interference),
         adapters=reader.read_number("adapters", Hardware.adapters),

@@ -13,6 +13,7 @@ from platform.boundary.terminal import align_rows
 from platform.config.extensions import flatten_own_settings
 from platform.config.fields import Config
 from platform.config.groups import AUTO
+from platform.config.key import format_duration
 from platform.model import build_model
 from platform.optimizer.optimizers import count_states_per_element, reason_against_early_update
 from platform.plan.accelerators import nominal_memory
@@ -30,7 +31,7 @@ from platform.predict.plan_report import (
     time_rows,
 )
 from platform.predict.price import StepPrice
-from platform.predict.recovery_price import Known, MeasuredCosts, failure_price, snapshot_price
+from platform.predict.recovery_price import Known, MeasuredCosts, checkpoint_price, failure_price, snapshot_price
 from platform.predict.step_price import find_gpu_hardware, read_chosen_hardware, step_price
 
 LINES = 40  # of a screen
@@ -100,11 +101,22 @@ def _failure_block(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     groups = f", each in {format_count(failure['communicators'], 'group')}" if failure["communicators"] else ""
     of_workers = f"of {format_count(plan.mesh.world_size, 'worker')}{groups}"
     rows.append(["formation", format_seconds(failure["formation"]), of_workers])
+    if saved := explanation.get("checkpoint"):
+        rows.append(["checkpoint", f"{format_number(saved['bytes'])}B", _describe_checkpoint(saved)])
     again = f"and {failure['steps']:g} steps done again" if failure["steps"] else "and all since the last checkpoint"
     if failure["steps"] and (time := explanation.get("time")):
         again += f" on average, {format_seconds(failure['steps'] * time['seconds'])}"
     rows.append(["recovery", format_seconds(failure["recovery"]), again])
     return ["when a worker is lost, estimated", *align_rows(rows)]
+
+
+def _describe_checkpoint(saved: Mapping[str, Any]) -> str:
+    """Return the words on a checkpoint's files, the seconds that it takes, and how often `auto` makes one."""
+    files = f"in {format_count(saved['files'], 'file')} of at most {format_number(saved['largest'])}B"
+    if not saved["saving"]:
+        return files
+    took = f"written in {format_seconds(saved['saving'])}, a step stands {format_seconds(saved['stall'])}"
+    return f"{files}, {took}, read in {format_seconds(saved['reading'])}; auto: every {format_duration(saved['every'])}"
 
 
 def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
@@ -253,10 +265,12 @@ def explain_config(
     known = Known(device_kind(config), hardware if sure else None, MeasuredCosts(step=step.seconds))
     snapshot, every = snapshot_price(config, plan, min(tiers.values()), known), config.elastic.snapshot_every
     every = snapshot.interval_steps if every == AUTO else every
+    saved = checkpoint_price(config, plan, known)
     more: dict[str, Any] = {
         "time": _explain_step_time(config, plan, hardware, step, tokens),
         "device": device,
         "failures": failure_price(config, plan, snapshot, int(every))._asdict(),
+        "checkpoint": {**saved._asdict(), "files": plan.mesh.world_size, "every": saved.interval_seconds},
         "settings": dict(redact_secrets(flatten_own_settings(config))),
     }
     explanation = explain_plan(

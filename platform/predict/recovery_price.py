@@ -8,7 +8,7 @@ it does again.
 from __future__ import annotations
 
 from collections import Counter
-from math import ceil, sqrt
+from math import ceil, inf, prod, sqrt
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_seconds
 from platform.plan.step_collectives import count_communicators, matrix_sides
 from platform.predict.footprint import state_bytes
-from platform.predict.hardware import Hardware
+from platform.predict.hardware import Hardware, StorageRates
 from platform.predict.memory_budget import device_kind
 from platform.predict.price import bytes_seconds
 from platform.predict.step_price import step_price
@@ -57,11 +57,15 @@ class SnapshotPrice(NamedTuple):
 
 
 class CheckpointPrice(NamedTuple):
-    """Price of one checkpoint: seconds for which the run stands (`stall`), and until it is on storage (`saving`);
+    """Price of one checkpoint: its `bytes`, and the bytes of its `largest` file, one of each worker; seconds for
+    which the run stands (`stall`), until it is on storage (`saving`), and to read it (`reading`), 0 where unknown;
     `mean`: seconds between failures."""
 
+    bytes: int
+    largest: int
     stall: float
     saving: float
+    reading: float
     mean: float
 
     @property
@@ -147,10 +151,25 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
 def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPrice:
     """Predict what a checkpoint costs a run under `plan`, from the facts that are `known`."""
     mean = config.elastic.mean_hours_between_failures or WORKER_HOURS / plan.mesh.world_size
-    masters = plan.parameter_count * plan.itemsize["master"]
-    state = masters + state_bytes(plan, count_states_per_element(config))
-    saving = known.own.saving or (state / known.hardware.storage if known.hardware else 0.0)
-    return CheckpointPrice(known.own.stall or _copy_seconds(state / plan.mesh.world_size, known), saving, mean * HOUR)
+    state = count_state_bytes(config, plan)
+    share = state / plan.mesh.world_size
+    parts = (plan.stage_part(stage) for stage in range(plan.num_stages))
+    largest = max(count_state_bytes(config, part) for part in parts) * plan.num_stages / plan.mesh.world_size
+    storage = known.hardware.storage if known.hardware else StorageRates(inf, inf)
+    return CheckpointPrice(
+        bytes=state,
+        largest=ceil(largest),
+        stall=known.own.stall or _copy_seconds(share, known),
+        saving=known.own.saving or state / storage.write,
+        reading=state / storage.read,
+        mean=mean * HOUR,
+    )
+
+
+def count_state_bytes(config: Config, plan: Plan) -> int:
+    """Predict the bytes of a checkpoint: masters, states without gradient, and the optimizer's state, each once."""
+    elements = sum(prod(plan.global_shape(p)) for p in (*plan.parameters, *plan.states))
+    return elements * plan.itemsize["master"] + state_bytes(plan, count_states_per_element(config))
 
 
 def _copy_seconds(count: float, known: Known) -> float:

@@ -45,3 +45,17 @@ def test_a_module_that_is_not_loaded_is_one_line_and_what_it_would_register_is_n
     [line] = refused.value.violations
     ways = ("such as my_module for my_module.py in a folder of PYTHONPATH", "cannot be imported (ModuleNotFoundError")
     assert line.startswith(f"extend={name}: ") and any(way in line for way in ways)
+
+
+@pytest.mark.parametrize(
+    "argument", ["checkpoint.url=hdfs://host/path", "run.dir=s3://bucket/run", "checkpoint.resume=no://x"]
+)
+def test_a_plan_refuses_the_storage_that_a_run_refuses(argument, capsys):
+    """The planner used to pass what `platform.launch` refuses by its protocol alone."""
+    from platform.plan.__main__ import main as plan
+
+    lines = []
+    for command in (launch.main, plan):
+        assert command(["+experiment=gpt_quick", argument]) == 2
+        lines.append(capsys.readouterr().err)
+    assert lines[0] == lines[1] and lines[0].startswith(f"config: {argument}: ")

@@ -42,7 +42,9 @@ def test_an_attribute_of_python_is_told_alike():
 
 
 def test_what_begins_alike_comes_first_and_a_list_is_short():
-    assert refusal("model=gpt2").startswith("model=gpt2: unknown; nearest legal: gpt2_124m, gpt3_2_7b, gpt3_125m, ")
+    assert refusal("model=gpt2").startswith(
+        "model=gpt2: unknown; nearest legal: gpt2_124m, gpt_162b, gpt3_2_7b, gpt3_125m, "
+    )
     assert len(closest_values("x", [f"name{i}" for i in range(50)])) == NAMED == 5
     assert closest_values("", ["a", "b"]) == ["a", "b"]
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 
-from platform.checkpoint.blocks import list_held_states, list_held_tensors
+from platform.boundary.refusals import ConfigError
+from platform.checkpoint.blocks import list_held_states, list_held_tensors, list_written_parts
 from platform.launch import compose_config, prepare_plan
 from platform.monitor import Journal, events, json_records
+from platform.optimizer.optimizers import probe_optimizer_state
 from platform.plan.__main__ import main
+from platform.predict.hardware import StorageRates
 from platform.predict.make_plan import make_plan
 from platform.predict.recovery_price import (
     WORKER_HOURS,
@@ -25,7 +30,7 @@ from platform.predict.recovery_price import (
     snapshot_price,
 )
 from platform.predict.step_price import read_hardware, step_price
-from platform.train.training_state import RankTrainingState
+from platform.train.training_state import SIDES, RankTrainingState, list_state_tensors
 from tests.harness.memories import opened, take
 from tests.harness.metrics_rows import row
 from tests.harness.oracle import configure, trainer_of
@@ -142,7 +147,7 @@ def test_rare_failures_make_snapshots_and_checkpoints_rare():
 
 def test_nobody_saves_more_often_than_a_checkpoint_is_written():
     hardware = read_hardware("a100_80g")
-    slow = Known("cuda", replace(hardware, storage=1e9))
+    slow = Known("cuda", replace(hardware, storage=StorageRates(1e12, 1e9)))
     c, plan, lines = settled(slow, "elastic.mean_hours_between_failures=1")
     state = 12 * plan.parameter_count  # masters and two moments in fp32
     assert checkpoint_price(c, plan, slow).interval_seconds == pytest.approx(state / 1e9) and "to write" in lines[1]
@@ -186,3 +191,57 @@ def test_nothing_of_whole_replicas_on_several_nodes_leaves_one(monkeypatch):
     large = compose_config(["parallel.data=999998", "train.global_batch=999998", "train.microbatch=1"])
     monkeypatch.setattr("platform.predict.recovery_price.list_held_tensors", None)
     assert count_bytes_leaving_node(large, make_plan(large), 8) == 0
+
+
+PLANS = {
+    "replicas": "tensor=serial parallel.data=4",
+    "tensor": "tensor=1d tensor.axes.t=2 parallel.data=2",
+    "cube": "tensor=3d tensor.axes.x=2 tensor.axes.y=2 tensor.axes.z=2 parallel.data=1",
+    "stages": "tensor=serial pipeline=1f1b pipeline.stages=2 parallel.data=2",
+    "shards": "tensor=serial parallel.zero=1 parallel.data=4",
+    "adafactor": "tensor=serial parallel.data=2 optimizer=adafactor",
+    "frozen": "tensor=serial parallel.data=2 train.freeze=[embedding]",
+    "experts": "experiment=moe_quick tensor=serial parallel.data=2 parallel.experts=2",
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_checkpoint_has_the_bytes_and_files_that_are_planned(name):
+    """As its manifest says, which lists what each rank writes."""
+    first = [] if "experiment=" in PLANS[name] else ["+experiment=gpt_quick"]
+    c = compose_config([*first, *PLANS[name].split()])
+    plan = make_plan(c)
+    moments, _ = probe_optimizer_state(c.optimizer, torch.float32, torch.device("cpu"))
+    state = list_state_tensors(plan, [*moments, *(SIDES if plan.factored else ())])
+    written = [sum(part.nbytes for part in list_written_parts(state, rank)) for rank in range(plan.mesh.world_size)]
+    price = checkpoint_price(c, plan, UNKNOWN)
+    assert sum(written) == price.bytes and all(written)
+    assert 0.8 * price.largest < max(written) < 1.1 * price.largest  # stages share what both have, as embeddings
+
+
+def test_a_checkpoint_is_written_and_read_at_the_rates_of_the_storage(capsys):
+    """Narayanan et al., section 5.10: 1 TB/s read, 273 GB/s written. Saves were priced as reads are."""
+    arguments = ["+experiment=gpt175b", "pipeline.stages=12", "pipeline.chunks=2", "train.microbatch=1"]
+    assert main([*arguments, "--hardware", "a100_80g", "--json"]) == 0
+    saved = json.loads(capsys.readouterr().out)["checkpoint"]
+    assert saved["bytes"] / 12 == pytest.approx(174.6e9, rel=1e-3)
+    assert saved["saving"] == pytest.approx(saved["bytes"] / 273e9)
+    assert saved["reading"] == pytest.approx(saved["bytes"] / 1e12) and saved["files"] == 96
+    assert main([*arguments, "--hardware", "a100_80g"]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  checkpoint ")]
+    assert "in 96 files of at most" in line and "written in 7.6" in line and "auto: every " in line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{read: 1, write: 0}", "storage.write=0: must be a number > 0"),
+        ("{read: x}", "storage.read=x: must be a number > 0"),
+        ("{read: 1, write: 1, other: 2}", "storage.other: unknown key"),
+        ("x", "storage=x: must be a number > 0"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_rates_of_a_storage_are_refused(text, line, tmp_path):
+    (tmp_path / "own.yaml").write_text(f"like: a100_80g\nstorage: {text}\n")
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        read_hardware(str(tmp_path / "own.yaml"))
