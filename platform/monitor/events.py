@@ -233,11 +233,12 @@ class LearnedOut(JournalEvent, word="learned_out"):
 
 class Running(JournalEvent, word="running"):
     """A generation is built and has its state, and begins with `step`. `uncompiled`: reason not to compile, where
-    train.compile would have."""
+    train.compile would have; `blocks`: lines that say which blocks are compiled whole, and why others are not."""
 
     step: Steps
     parameters_per_worker: int
     uncompiled: str | None = None
+    blocks: list[str] | None = None
 
 
 class FirstStep(JournalEvent, word="first_step"):

@@ -59,6 +59,7 @@ class Chunk:
 
     `receives`: the activations from the previous chunk; `sends`: the activations for the next chunk. `spans`: names of
     the parameters that each stretch of the chunk's forward pass uses: before the first block, in it, after it, ...
+    `blocks`: the name of each block, and the operations in it.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Chunk:
     functions: tuple[tuple, ...] = ()  # element by element, of which nothing is planned, see Recorder.note_operation
     kept: tuple[Spec, ...] = ()  # type of x of every recomputed function, see Ops.recomputed
     spans: tuple[tuple[str, ...], ...] = ()
+    blocks: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
 
     @cached_property
     def parameter_names(self) -> frozenset[str]:
@@ -103,9 +105,19 @@ class RecordedChunk(NamedTuple):
         spans: list[dict[str, None]] = [{} for _ in range(self.ops.span + 1)]
         for span, operation in zip(self.ops.spans, self.ops.operations, strict=True):
             spans[span].update((p.name, None) for p in operation.parameters)
-        names = tuple(tuple(span) for span in spans)
-        functions, kept = tuple(self.ops.functions), tuple(self.ops.kept)
-        return Chunk(number, stage, tuple(self.units), self.receives, self.sends, planned, functions, kept, names)
+        keys = [(o.kind, o.name) for o in self.ops.operations]
+        return Chunk(
+            number,
+            stage,
+            tuple(self.units),
+            self.receives,
+            self.sends,
+            planned,
+            functions=tuple(self.ops.functions),
+            kept=tuple(self.ops.kept),
+            spans=tuple(map(tuple, spans)),
+            blocks=tuple((name, tuple(keys[i:j])) for name, i, j in self.ops.blocks),
+        )
 
 
 def record_chunks(

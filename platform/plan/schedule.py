@@ -95,6 +95,11 @@ class Schedule:
         stages = {action.chunk: stage for stage, row in enumerate(self.rows) for action in row}
         return tuple(stages[chunk] for chunk in range(self.total_chunks))
 
+    @cached_property
+    def splits_weight_gradients(self) -> bool:
+        """Return True if passes of this schedule leave weight gradients for later ones."""
+        return any(action.kind is Kind.WEIGHT for row in self.rows for action in row)
+
     def chunks_of_stage(self, stage: int) -> tuple[int, ...]:
         """Return the numbers of the model chunks that the schedule places on one pipeline stage, ascending."""
         return tuple(chunk for chunk, owner in enumerate(self.placement) if owner == stage)

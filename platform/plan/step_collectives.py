@@ -4,7 +4,6 @@ the kernels of its fused attentions.
 - Counting: of ranks that have the same numbers, one counts them in sums over all ranks (`counts_at`).
 - Factored second moments (Adafactor): sums over ranks of squares by row and by column (`factor_collectives`).
 - Fused attentions: which kernels can compute them, and which ones torch chooses itself (`resolve_auto_kernels`).
-- Compiled blocks: whether a rank that compiles runs them as one function each (`compiles_whole_blocks`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import NamedTuple
 from platform.plan.chunks import Bucket, Chunk, buckets_to_gather
 from platform.plan.model_types import AttentionTraits, Parameter, Spec, resolve_auto_kernel
 from platform.plan.operation_plan import Collective, PlannedOperation, collective_label
-from platform.plan.operations.fused_attention import hides_most
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
 
@@ -287,26 +285,6 @@ def _has_grouped_heads(plan: Plan, name: str) -> bool:
 def may_compile(choice: str, device: str) -> bool:
     """Return True if plans for `device` (cpu, cuda) have functions of tensors compiled, by train.compile=`choice`."""
     return choice == "on" or (choice == "auto" and device == "cuda")
-
-
-def compiles_whole_blocks(plan: Plan, device: str, dropout: float, *, splits_weight_gradients: bool) -> bool:
-    """Return True if by a stage's `plan` each block can be compiled, and is run as one function in training: no
-    collective lies inside it, it reads nothing that differs between passes, and no part of it is computed again or
-    apart. `dropout`: the model's rate."""
-    alone = all(n == 1 for axis, n in plan.mesh.axes.items() if axis not in ("stage", "data", "zero"))
-    again = plan.recompute.kind == "selective" or plan.mlp_chunks > 1
-    if not alone or again or dropout or plan.frozen or splits_weight_gradients:
-        return False
-    return all(OPERATIONS[kind].is_traceable for kind, _ in plan.operations) and not any(
-        o.operation.reads or _may_attend_pair_by_pair(plan, o, device) for o in plan.attention_operations
-    )
-
-
-def _may_attend_pair_by_pair(plan: Plan, attention: PlannedOperation, device: str) -> bool:
-    """Return True if a plan may compute an attention by pairs of queries and keys, which no compiler traces."""
-    query = attention.operation.inputs[0]
-    length = dict(zip(query.dims, plan.local_shape(query), strict=True)).get("length", 0)
-    return hides_most(device, length, attention.operation["window"], documents=False)
 
 
 def resolve_auto_kernels(plan: Plan, device: str, dropout: float) -> Plan:

@@ -35,7 +35,7 @@ from platform.plan.operations.op import (
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
 from platform.plan.rule import JOIN, LENDING, VANISH, Conversion, RelayoutStep
-from platform.plan.step_collectives import compiles_whole_blocks
+from platform.plan.whole_blocks import reasons_against_whole_blocks
 
 
 class MemoryMeter(Ops):
@@ -66,9 +66,10 @@ class MemoryMeter(Ops):
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.device = device
         self.compiles_functions, self.wholly = bool(compiles), False
-        how = plan, device, dropout
-        self._compiles_blocks = [
-            compiles == "blocks" and compiles_whole_blocks(*how, splits_weight_gradients=splits)
+        self._reasons_against_whole: Sequence[Mapping[str, str]] = [
+            reasons_against_whole_blocks(plan, device, dropout, splits_weight_gradients=splits)
+            if compiles == "blocks"
+            else {}
             for splits in (False, True)
         ]
         self.ledger, self.tape = Ledger(), MeterTape()
@@ -344,7 +345,7 @@ class MemoryMeter(Ops):
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
-        if kind == "full" and self._compiles_blocks[self.deferred is not None]:
+        if kind == "full" and self._reasons_against_whole[self.deferred is not None].get(name) == "":
             function = partial(self._count_compiled_block, function)
         if kind == "full":
             outputs = self._count_recomputed(kind, function, spec, self._enter_span(x), *more)

@@ -20,6 +20,9 @@ from platform.plan.accelerators import nominal_memory
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number, format_seconds, head_lines
+from platform.plan.step_collectives import may_compile
+from platform.plan.whole_blocks import describe_blocks, reasons_against_whole_blocks
+from platform.predict.choose_schedule import build_schedule
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind, predict_footprints
 from platform.predict.plan_report import (
@@ -33,8 +36,10 @@ from platform.predict.plan_report import (
 from platform.predict.price import StepPrice
 from platform.predict.recovery_price import Known, MeasuredCosts, checkpoint_price, failure_price, snapshot_price
 from platform.predict.step_price import find_gpu_hardware, read_chosen_hardware, step_price
+from platform.predict.work import EVEN
 
 LINES = 40  # of a screen
+MOST_BLOCKS = 3  # lines on compiled blocks
 PARTS, WARNINGS = 6, 2  # of a step's time, and of a plan's, that are shown at most
 MORE = "all of it: --all; as data: --json; beside another plan: --diff A B"
 
@@ -122,6 +127,7 @@ def _describe_checkpoint(saved: Mapping[str, Any]) -> str:
 def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     """Return the line on what limits a plan: memory that is not there, or the longest part of a step."""
     memory, device, time = explanation["memory"], explanation.get("device"), explanation.get("time")
+    blocks = [f"blocks {line}" for line in describe_blocks(explanation.get("blocks", {}))[:MOST_BLOCKS]]
     if device and memory["total"] > device["memory"]:
         lacking = memory["total"] - device["memory"]
         return [f"limited by memory: it does not fit, {format_number(lacking)}B are lacking"]
@@ -129,7 +135,7 @@ def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
         return []
     name, seconds = max(time["parts"].items(), key=lambda pair: pair[1])
     late = [f"each update waits for its loss to be read: {time['late']}"] if time.get("late") else []
-    return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step", *late]
+    return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step", *late, *blocks]
 
 
 def _describe_limit(plan: Plan, name: str) -> str:
@@ -271,6 +277,7 @@ def explain_config(
         "device": device,
         "failures": failure_price(config, plan, snapshot, int(every))._asdict(),
         "checkpoint": {**saved._asdict(), "files": plan.mesh.world_size, "every": saved.interval_seconds},
+        "blocks": _find_compiled_blocks(config, plan),
         "settings": dict(redact_secrets(flatten_own_settings(config))),
     }
     explanation = explain_plan(
@@ -291,6 +298,15 @@ def explain_config(
         changes = find_best_changes(config, step.seconds, most, memory, hardware)
         explanation["changes"] = [asdict(change) for change in changes]
     return explanation
+
+
+def _find_compiled_blocks(config: Config, plan: Plan) -> dict[str, str]:
+    """Return what `reasons_against_whole_blocks` says of the blocks of a configuration's plan; {} if none compiles."""
+    device, kind = device_kind(config), config.pipeline.kind
+    if not may_compile(config.train.compile, device):
+        return {}
+    splits = kind not in EVEN and build_schedule(config, plan.num_replicas).splits_weight_gradients
+    return reasons_against_whole_blocks(plan, device, config.model.dropout, splits_weight_gradients=splits)
 
 
 def _find_stated_device(config: Config, hardware: Hardware | None) -> dict[str, Any] | None:

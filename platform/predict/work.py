@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from typing import Annotated, NamedTuple
 
@@ -24,14 +23,14 @@ from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
-from platform.plan.schedule import Kind, Schedule
+from platform.plan.schedule import Schedule
 from platform.plan.step_collectives import (
     BucketCollective,
     bucket_collectives,
-    compiles_whole_blocks,
     recompute_gathers,
     transfer_collectives,
 )
+from platform.plan.whole_blocks import reasons_against_whole_blocks
 
 
 class MatrixProduct(NamedTuple):
@@ -185,11 +184,6 @@ class Execution:
     more_heads: int = 0
     redone: frozenset[str] = frozenset()
 
-    @cached_property
-    def splits_weight_gradients(self) -> bool:
-        """Return True if the priced passes leave weight gradients for later ones."""
-        return self.table is not None and any(a.kind is Kind.WEIGHT for row in self.table.rows for a in row)
-
 
 # what decides the work of a function -> its part of the forward and the backward pass, and of the recomputed forward
 _Known = dict[tuple, tuple[Part, Part, Part]]
@@ -203,18 +197,29 @@ class WorkRecorder(Recorder):
         super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.system, self.redone, self._known = execution.system, execution.redone, known
-        splits = execution.splits_weight_gradients
-        whole = compiles_whole_blocks(plan, "cuda", execution.dropout, splits_weight_gradients=splits)
-        self._whole = execution.compiles and whole  # each block is compiled as one function
+        splits = execution.table is not None and execution.table.splits_weight_gradients
+        how = plan, "cuda", execution.dropout
+        self._reasons = reasons_against_whole_blocks(*how, splits_weight_gradients=splits) if execution.compiles else {}
+        self._whole, self._whole_count = False, 0  # whether the block under way is compiled as one function; how many
+
+    def recomputed(self, kind, name, function, spec, x, *more):
+        """Note the work of `function`, which computes a block by one compiled function where that can be."""
+        if kind != "full":
+            return super().recomputed(kind, name, function, spec, x, *more)
+        self._whole = self._reasons.get(name) == ""
+        self._whole_count += self._whole
+        out = super().recomputed(kind, name, function, spec, x, *more)
+        self._whole = False
+        return out
 
     def record_operation(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
         symbols = super().record_operation(kind, name, x, inputs, outputs, reads, **more)
         if planned := self.plan.operations.get((kind, name)):
             o = planned.operation
-            whole = self._whole and self.span % 2 == 1  # in a block that is one function, which keeps what it likes
             accesses = OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
-            rebuilds = not whole and not redoes(self.redone, _name_origin(o))
+            # a block that is one function keeps what it likes
+            rebuilds = not self._whole and not redoes(self.redone, _name_origin(o))
             key = self.plan.planner.operation_key(o), accesses, rebuilds
             if key not in self._known:  # layers are alike
                 forward, backward = _operation_work(self.plan, planned, self.system, rebuilds)
@@ -243,13 +248,13 @@ class WorkRecorder(Recorder):
         self.work.backward[backward] += 1
         if redone:
             self.work.backward[again] += 1
-        if not (self._whole and self.span % 2):  # which is odd in a block
+        if not self._whole:
             launched = backward.kernels + redone * again.kernels
             self.work.calls.update(forward=CALLS_OF_KERNEL * forward.kernels, backward=CALLS_OF_KERNEL * launched)
 
     def count_block_calls(self) -> None:
         """Count the calls of the blocks of a chunk, if each is compiled as one function."""
-        each = CALLS_OF_BLOCK * (self.span // 2 if self._whole else 0)
+        each = CALLS_OF_BLOCK * self._whole_count
         self.work.calls.update(forward=each, backward=each * (2 if self.recompute.kind == "full" else 1))
 
     def _note_elementwise(self, spec: Spec, accesses: Sequence[float], redone: bool = False) -> None:

@@ -4,11 +4,11 @@ they are traced once, and torch.compile makes each of few kernels, with no graph
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_not
 from typing import Any
 
@@ -42,11 +42,13 @@ class BlockFunctions:
 @dataclass
 class CompiledBlock:
     """Compiled block: its `functions` compute its activation from arguments and `tensors`, leaves of autograd that it
-    reads beside them; `homes`: the bucket and parameters of each, None if it is no parameter."""
+    reads beside them; `homes`: the bucket and parameters of each, None if it is no parameter. `reads`: keys of the
+    tensors that differ between passes, which it is called with behind its arguments."""
 
     functions: BlockFunctions
     tensors: Sequence[Tensor]
     homes: Sequence[tuple[FlatBucket, tuple[str, ...]] | None]
+    reads: Sequence[tuple] = ()
 
     def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
         """Return the block's output activation; its backward pass adds parameter gradients to their buckets."""
@@ -109,12 +111,14 @@ class _Block(torch.autograd.Function):
 
 
 def compile_block(
-    function: Callable[..., Tensor], arguments: Sequence[Tensor | None], shared_tensor_ids: Callable[[], Container[int]]
+    function: Callable[..., Tensor],
+    arguments: Sequence[Tensor | None],
+    list_tensors_beside: Callable[[], Mapping[int, tuple | None]],
 ) -> CompiledBlock | None:
     """Trace a block of the model, `function` of activations without collectives, on `arguments` (tensors or None), into
-    a compiled forward and backward pass for arguments of these shapes. Returns None if the block reads a tensor that is
-    neither a parameter nor among `shared_tensor_ids`, the ids of the tensors (masks, rotary angles) that are the same
-    in all passes."""
+    a compiled forward and backward pass for arguments of these shapes. `list_tensors_beside` gives by id the key of a
+    tensor that differs between passes (a mask of documents), None if all passes share it (rotary angles). Returns None
+    if the block reads another tensor that is no parameter."""
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
     def run_present(*activations: Tensor) -> Tensor:
@@ -131,14 +135,16 @@ def compile_block(
         # saves nothing, as its backward pass never runs: torch 2.14 would keep attention's forever (a cycle in C++)
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda nothing: nothing):
             graph = _remove_detaches(make_fx(run_present)(*activations))
-    tensors = _lift_tensors_to_arguments(graph)
+    known = list_tensors_beside()
+    tensors = _lift_tensors_to_arguments(graph, lambda t: known.get(id(t)) is None)
     homes = [find_bucket_of_copies(t) for t in tensors]
-    known = shared_tensor_ids()
     if any(home is None and id(t) not in known for t, home in zip(tensors, homes, strict=True)):
         return None
-    beside = [t.detach() for t in tensors]
+    reads = [key for t in tensors if (key := known.get(id(t)))]
+    leaves = [t.detach() for t in tensors]
     primals = [*activations, *(t.detach().requires_grad_(h is not None) for t, h in zip(tensors, homes, strict=True))]
-    return CompiledBlock(_split_graph(graph.code, _TracedGraph(graph, primals)), beside, homes)
+    functions = _split_graph(graph.code, _TracedGraph(graph, primals))
+    return CompiledBlock(functions, leaves[len(reads) :], homes[len(reads) :], reads)
 
 
 class _TracedGraph:
@@ -243,21 +249,23 @@ def _remove_detaches(graph: GraphModule) -> GraphModule:
     return graph
 
 
-def _lift_tensors_to_arguments(graph: GraphModule) -> list[Tensor]:
+def _lift_tensors_to_arguments(graph: GraphModule, place: Callable[[Tensor], bool]) -> list[Tensor]:
     """Turn the tensors that a traced graph reads without getting them as arguments (parameters, masks) into further
-    arguments of the graph, in place; return these tensors in order."""
+    arguments of the graph, in place; return these tensors in order: those first of which `place` is less."""
     nodes = graph.graph.nodes
-    placeholders: dict[str, Any] = {}
-    tensors = []
+    uses: dict[str, list[Node]] = {}
+    for node in nodes:
+        if node.op == "get_attr":
+            uses.setdefault(str(node.target), []).append(node)
+    tensors = {name: getattr(graph, name) for name in uses}
+    order = sorted(tensors, key=lambda name: place(tensors[name]))
     first = next(node for node in nodes if node.op != "placeholder")
-    for node in [node for node in nodes if node.op == "get_attr"]:
-        if node.target not in placeholders:
-            tensors.append(getattr(graph, node.target))
-            with graph.graph.inserting_before(first):
-                placeholders[node.target] = graph.graph.placeholder(f"beside_{len(tensors)}")
-        node.replace_all_uses_with(placeholders[node.target])
-        if node is first:
-            first = node.next
+    for number, name in enumerate(order, 1):
+        with graph.graph.inserting_before(first):
+            placeholder = graph.graph.placeholder(f"beside_{number}")
+        for node in uses[name]:
+            node.replace_all_uses_with(placeholder)
+    for node in chain.from_iterable(uses.values()):
         graph.graph.erase_node(node)
     graph.recompile()
-    return tensors
+    return [tensors[name] for name in order]

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from platform.plan.operations.op import Op
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
 from platform.plan.rule import Conversion
-from platform.plan.step_collectives import compiles_whole_blocks, counts_at, counts_gradient
+from platform.plan.step_collectives import counts_at, counts_gradient
+from platform.plan.whole_blocks import reasons_against_whole_blocks
 from platform.runtime import conversion as conversions
 from platform.runtime import kernels, residual
 from platform.runtime.chunked_loss import LossClasses, LossOfPairs, PairLoss, Targets, TokenLoss
@@ -44,13 +46,23 @@ from platform.runtime.residual import Drawing, Region
 @dataclass
 class PassPosition:
     """Place of a forward pass in the run: all that dropout masks depend on besides the operation's name and the global
-    element. `masks`: masks that its layers share, made on first use."""
+    element. `inputs`: this rank's blocks of its data tensors, as the model gets them; `tensors`: made for it on first
+    use, by what they are: masks that its layers share, starts of random numbers."""
 
     seed: int = 0
     step: int = 0
     first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
     training: bool = True
-    masks: dict[tuple, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, Mapping[tuple[str, str], Tensor]] = field(default_factory=dict)
+    tensors: dict[tuple, Tensor] = field(default_factory=dict)
+
+
+class TracedBlock(NamedTuple):
+    """Block of the model that is compiled as one function; `draws`: the attentions, with the type of their queries,
+    whose kernels draw dropout masks in it."""
+
+    compiled: CompiledBlock
+    draws: Sequence[tuple[str, Spec]]
 
 
 class ParallelOps(Ops):
@@ -99,10 +111,17 @@ class ParallelOps(Ops):
         self._widths: dict[tuple[Spec, int], list[int]] = {}
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
         self._masks: dict[tuple, Tensor] = {}  # added to scores, alike in all passes
-        self._blocks: dict[tuple, CompiledBlock | None] = {}  # traced, by name and arguments
+        self.is_tracing = False  # a block, to be compiled as one function
+        self._blocks: dict[tuple, TracedBlock | None] = {}  # by name and arguments
+        self._made_for_pass: dict[tuple, Callable[[PassPosition], Tensor]] = {}  # see `tensor_of_pass`
+        # of random numbers so far: kind and name of the operation, and elements of a sequence
+        self._drawings: dict[tuple[str, str, int], None] = {}
+        self._draws: dict[tuple[str, Spec], None] = {}  # of the block that is traced, see `TracedBlock`
         how = plan, communicator.device.type, dropout
         # by whether weight gradients are left for later
-        self._wholly = [compiles_whole_blocks(*how, splits_weight_gradients=splits) for splits in (False, True)]
+        self._reasons_against_whole = [
+            reasons_against_whole_blocks(*how, splits_weight_gradients=splits) for splits in (False, True)
+        ]
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.locate_block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -114,8 +133,14 @@ class ParallelOps(Ops):
         """Start the collectives that convert this rank's block of a parameter to an operation's layout."""
         return convert(self.communicator, self.tensors[p.name].detach(), conversion.forward, name=f"gather {p.name}")
 
-    def begin_pass(self) -> None:
-        """Begin a forward pass on this rank: wait for gathers of parameters started early but never used."""
+    def begin_pass(self, inputs: Mapping[str, Mapping[tuple[str, str], Tensor]] = {}) -> None:
+        """Begin a forward pass on this rank, of data tensors `inputs`: send the starts of random numbers to the device,
+        and wait for gathers of parameters started early but never used."""
+        p = self.position
+        p.inputs = inputs
+        if self._drawings and p.training:
+            starts = residual.random_starts([*map(self._find_random_stream, self._drawings)], self.communicator.device)
+            p.tensors.update(zip(self._drawings, starts, strict=True))
         for left in self.ahead.begin_pass():
             left.wait()  # of operations that the pass before has left out, as a text sample does the loss
         if self.offload:
@@ -143,24 +168,52 @@ class ParallelOps(Ops):
     def _compile_block(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
         """Return `function`, the model's block that starts at the layer `name`, compiled as one function of its
         `arguments` if every training pass computes it alike; else `function` itself."""
-        compiler, wholly = self.compiler, self._wholly[self.deferred is not None] and self.position.training
-        if not compiler or not wholly or self.watched:
+        compiler = self.compiler
+        if not compiler or self._reasons_against_whole[self.deferred is not None].get(name, name):
+            return function
+        if not self.position.training or self.watched:
             return function
         key: tuple = (name,)
         for x in arguments:
             key += (x if x is None else (x.shape, x.dtype),)
         if key not in self._blocks:
-            self.compiler, trace = None, compile_block
+            trace: Callable[..., CompiledBlock | None] = compile_block
             if isinstance(compiler, CompileTrial):
                 trace = compiler.wrap_with_fallback(f"block {name}", compile_block, lambda *_: None)
-            self._blocks[key] = trace(function, arguments, self._ids_of_tensors_shared_by_passes)
-            self.compiler = compiler
+            self.compiler, self.is_tracing, self._draws = None, True, {}
+            compiled = trace(function, arguments, self._list_tensors_beside_blocks)
+            self.compiler, self.is_tracing = compiler, False
+            self._blocks[key] = compiled and TracedBlock(compiled, tuple(self._draws))
         block = self._blocks[key]
-        return partial(block, compiler) if block else function
+        if not block:
+            return function
+        if block.compiled.reads or block.draws:
+            return partial(self._run_block_of_pass, block, compiler)
+        return partial(block.compiled, compiler)
 
-    def _ids_of_tensors_shared_by_passes(self) -> set[int]:
-        """Return the ids of the tensors that all passes share: angles of rotary embedding, attention masks."""
-        return {id(t) for pair in self.angles.values() for t in pair} | {id(t) for t in self._masks.values()}
+    def _run_block_of_pass(self, block: TracedBlock, compiler: Region, *arguments: Tensor | None) -> Tensor:
+        """Run a compiled block that reads tensors of this pass, or whose attention's kernel draws dropout masks."""
+        reads = [self.tensor_of_pass(key, self._made_for_pass[key]) for key in block.compiled.reads]
+        with self.use_dropout_key(*block.draws[0], self.communicator.device) if block.draws else nullcontext():
+            return block.compiled(compiler, *arguments, *reads)
+
+    def _list_tensors_beside_blocks(self) -> dict[int, tuple | None]:
+        """Return by id the tensors that blocks read beside activations and parameters: the key of `tensor_of_pass`,
+        and no key if all passes share them (angles of rotary embedding, masks, counters of random numbers)."""
+        shared = (*self._masks.values(), *chain.from_iterable((*self.angles.values(), *self._counters.values())))
+        keys: dict[int, tuple | None] = dict.fromkeys(map(id, shared))
+        for name, readers in self.position.inputs.items():
+            for use, block in readers.items():
+                self._made_for_pass[name, use] = lambda p, name=name, use=use: p.inputs[name][use]
+                keys[id(block)] = name, use
+        return keys | {id(t): key for key, t in self.position.tensors.items()}
+
+    def tensor_of_pass(self, key: tuple, make: Callable[[PassPosition], Tensor]) -> Tensor:
+        """Return the tensor `key` of this pass, made on first use; compiled blocks take it as an argument."""
+        self._made_for_pass[key] = make
+        if key not in self.position.tensors:
+            self.position.tensors[key] = make(self.position)
+        return self.position.tensors[key]
 
     def _run_recomputed(self, kind, function, spec, x, *more):
         """Compute the activation function(x, *more); if the plan recomputes activations of this `kind`, save only the
@@ -303,31 +356,54 @@ class ParallelOps(Ops):
         if spec not in self._counters:
             where = [self._pass_positions(spec, d, device) for d in spec.dims]
             self._counters[spec] = residual.random_counters(where, [strides[d] for d in spec.dims])
-        key = residual.derive_key(p.seed, kind, p.step, name)
-        start = residual.random_start(key, p.first_sequence * strides["batch"], device)
-        return Drawing(self._counters[spec], start, rate)
+        drawing = kind, name, strides["batch"]
+        self._drawings[drawing] = None
+
+        def make(_: PassPosition) -> Tensor:
+            """Make the start of the random numbers in a first pass; in later ones it comes with all others."""
+            return residual.random_start(*self._find_random_stream(drawing), device)
+
+        return Drawing(self._counters[spec], self.tensor_of_pass(drawing, make), rate)
+
+    def _find_random_stream(self, drawing: tuple[str, str, int]) -> tuple[int, int]:
+        """Return the key of the random numbers of a `drawing` at this step, and the first element of this pass."""
+        p, (kind, name, elements) = self.position, drawing
+        return residual.derive_key(p.seed, kind, p.step, name), p.first_sequence * elements
 
     def use_dropout_key(self, name: str, spec: Spec, device: torch.device) -> AbstractContextManager[None]:
         """Return a context that seeds torch's generator for an attention kernel that draws its own dropout mask: by the
         attention's `name`, this rank's block of `spec`, the step and the microbatch."""
         p = self.position
+        self._draws[name, spec] = None
         key = residual.derive_key(p.seed, "fused dropout", p.step, name, p.first_sequence, *self.blocks[spec])
         return residual.use_random_key(key, device)
 
-    def additive_attention_mask(self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: Tensor | None) -> Tensor:
+    def additive_attention_mask(
+        self, spec: Spec, q: Tensor, k: Tensor, window: int, begins: tuple[str, tuple[str, str]] | None
+    ) -> Tensor:
         """Return the attention mask added to the scores of q, of type `spec`, and all k [batch, heads, length, d_kv]:
-        -inf for keys hidden by causality, by a `window`, or by `begins`, the positions at which documents begin, else
-        0. It is made once for all layers and, without `begins`, for all passes."""
-        key = window, q.shape[2], k.shape[2], q.dtype, q.device, begins if begins is None else id(begins)
-        known = self.position.masks if self.offset or begins is not None else self._masks
-        if key not in known:
-            unseen = kernels.positions.unseen_mask(*self.query_key_positions(spec, q, k), window, begins)
-            known[key] = kernels.positions.additive_mask(unseen, q.dtype)
-        return known[key]
+        -inf for keys hidden by causality, by a `window`, or by `begins` (the data tensor of the positions at which
+        documents begin, and the operation that reads it), else 0. It is made once for all layers and, without `begins`,
+        for all passes."""
+        source = begins and (begins[0], self.plan.reader_layouts[begins[0]][begins[1]])
+        length, dtype, device = k.shape[2], q.dtype, q.device
+        key = window, q.shape[2], length, dtype, device, source
 
-    def query_key_positions(self, spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the token positions of queries q, of type `spec`, and of all keys k, each int64 [length]."""
-        return self.global_positions(spec, "length", q.device), torch.arange(k.shape[2], device=k.device)
+        def make(p: PassPosition) -> Tensor:
+            """Make the attention mask for the data tensors of a pass."""
+            starts = p.inputs[begins[0]][begins[1]] if begins else None
+            where = self.query_key_positions(spec, length, device)
+            return kernels.positions.additive_mask(kernels.positions.unseen_mask(*where, window, starts), dtype)
+
+        if self.offset or begins:
+            return self.tensor_of_pass(key, make)
+        if key not in self._masks:
+            self._masks[key] = make(self.position)
+        return self._masks[key]
+
+    def query_key_positions(self, spec: Spec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the token positions of queries of type `spec`, and of all `length` keys, each int64 [length]."""
+        return self.global_positions(spec, "length", device), torch.arange(length, device=device)
 
     def label_targets(self, planned: PlannedOperation, labels: Mapping[tuple[str, str], Tensor]) -> Targets:
         """Return the labels of a planned cross_entropy, with the data of pairs or, in training, weights of labels."""

@@ -216,7 +216,7 @@ class RankPass:
         read."""
         chunk_plan, communicator = self._parts[chunk.number], self._communicator
         read = {(i, j): {n: t[i:j] for n, t in rows.items()} for i, j in stretches(chunk_plan, communicator)}
-        inputs = place_inputs(chunk_plan, communicator, read)
+        self._body.position.inputs = inputs = place_inputs(chunk_plan, communicator, read)
         if residency := self._body.residency:
             residency.begin_pass(chunk.number)
         outputs = self._model.part(self._body, inputs, {**self._planned.missing, **flow}, chunk.units)

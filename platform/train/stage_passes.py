@@ -132,8 +132,8 @@ class StagePasses:
         the activations from the previous chunk."""
         with self.communicator.clock.time_section("data"):
             inputs = self.load_input_blocks(split, first, end, chunk)
+            self.ops.begin_pass(inputs)
         residency, self.ops.inputs = self._weights.residency, inputs
-        self.ops.begin_pass()
         if residency:
             residency.begin_pass(chunk.number)
         if chunk.units:

@@ -37,10 +37,39 @@ attention.register_autograd(
 )
 
 
+@torch.library.custom_op("budget::biased_attention", mutates_args=())
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    raise AssertionError("only on meta")
+
+
+@torch.library.custom_op("budget::biased_attention_backward", mutates_args=())
+def biased_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    raise AssertionError("only on meta")
+
+
+@biased_attention.register_fake
+def _(q, k, v, bias):
+    return torch.empty_like(q)
+
+
+@biased_attention_backward.register_fake
+def _(g, q, k, v, bias, out):
+    return tuple(map(torch.empty_like, (q, k, v, bias)))
+
+
+biased_attention.register_autograd(
+    lambda ctx, g: tuple(biased_attention_backward(g, *ctx.saved_tensors)),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+)
+
+
 class OneAttention(TorchFunctionMode):
     """Attention as one kernel, as flash attention is, whatever torch would choose for fake tensors."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.scaled_dot_product_attention:
-            return attention(*args[:3])
+            biased = len(args) > 3 and args[3] is not None and args[3].requires_grad  # not a mask
+            return biased_attention(*args[:4]) if biased else attention(*args[:3])
         return function(*args, **(kwargs or {}))

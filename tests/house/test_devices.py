@@ -42,6 +42,7 @@ MAY_MAKE = {
     "runtime/host_memory.py:all_gather_texts": "host memory",
     "runtime/host_memory.py:broadcast_text": "host memory",
     "runtime/recompute.py:_take_host_bytes": "host memory",
+    "runtime/residual.py:random_starts": "one copy sends them to the device",
     "runtime/pinned_memory.py:allocate_pinned_bytes": "host memory",
     "train/rank_parameters.py:__init__": "host memory",
     "train/generator.py:__init__": "rows of tokens, placed later",

@@ -354,7 +354,8 @@ def test_bytes_of_a_layer_are_those_of_its_compiled_kernels(of):
 PATHS = {
     "blocks": ([], 35, 35),
     "blocks, recomputed": (["recompute=full"], 35, 70),
-    "functions": (["model.dropout=0.1"], None, None),
+    "blocks with dropout": (["model.dropout=0.1"], 35, 35),
+    "functions": (["train.mlp_chunks=2"], None, None),
     "weight gradients apart": (["pipeline=zb_h1", "pipeline.stages=2", "train.global_batch=64"], None, None),
     "eager": (["train.compile=off"], None, None),
 }

@@ -59,7 +59,19 @@ PLANS = {
     "data 2, zero 3": {"data": 2, "zero": 3, "microbatch": 2},
     "zero 3, recomputed": {"data": 2, "zero": 3, "microbatch": 2, "recompute": "full"},
     "interleaved": {"pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4, "microbatch": 2},
-}
+    "documents": MODELS["packed_gpt"],
+    "documents, data 2, zero 3, recomputed": {
+        **MODELS["packed_gpt"], "data": 2, "zero": 3, "microbatch": 2, "recompute": "full",
+    },
+    "padding": MODELS["bert"],
+    "padding and memory": MODELS["t5"],
+    "dropout": {"dropout": 0.2},
+    "dropout, recomputed, interleaved": {
+        "dropout": 0.2, "recompute": "full", "pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4,
+        "microbatch": 1, **MODELS["llama"],
+    },
+    "dropout, data 2, padding": {"dropout": 0.2, "data": 2, "microbatch": 2, **MODELS["bert"]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -70,12 +82,9 @@ def test_they_compute_the_same(name, made):
 
 
 PASS_BY_PASS = {
-    "documents": MODELS["packed_gpt"],
     "sinks": {"attention_sinks": True},
     "a window of a long sequence": {"window": 128, "length": 1024, "layers": 1, "microbatch": 1, "global_batch": 1},
-    "padding": MODELS["bert"],
     "a tensor scheme": {"tensor": "1d", "axes": {"t": 2}},
-    "dropout": {"dropout": 0.2},
     "weight gradients apart": {"pipeline": "zb_h1", "stages": 2, "layers": 2, "microbatch": 1},
     "recompute=selective": {"recompute": "selective"},
 }
@@ -84,10 +93,7 @@ PASS_BY_PASS = {
 @pytest.mark.parametrize("name", PASS_BY_PASS)
 def test_other_blocks_are_run_function_by_function(name, made):
     c = compiling(**PASS_BY_PASS[name])
-    if name == "dropout":
-        run(c)
-    else:
-        compare(c, *run(c), serial(c))
+    compare(c, *run(c), serial(c))
     assert not made  # the plan knows it before anything is traced
 
 
@@ -122,8 +128,15 @@ def test_layers_that_differ_do_not():
 
 def test_a_block_that_reads_what_passes_do_not_share_stays_as_it_is():
     x, mine = torch.ones(2), torch.ones(2)
-    assert _compiled_block(lambda x: x + mine, [x], set) is None
-    assert _compiled_block(lambda x: x + mine, [x], lambda: {id(mine)}) is not None
+    assert _compiled_block(lambda x: x + mine, [x], dict) is None
+    assert _compiled_block(lambda x: x + mine, [x], lambda: {id(mine): None}) is not None
+
+
+def test_what_differs_between_passes_is_an_argument_behind_the_activations():
+    x, of_pass, mine = torch.ones(2), torch.full((2,), 2.0), torch.full((2,), 3.0)
+    block = _compiled_block(lambda x: x * mine + of_pass, [x], lambda: {id(mine): None, id(of_pass): ("mask",)})
+    assert block.reads == [("mask",)]
+    assert block(lambda function: function, x, torch.full((2,), 5.0)).tolist() == [8.0, 8.0]
 
 
 def calls_of(step, every: bool) -> int:
@@ -144,11 +157,11 @@ def calls_of(step, every: bool) -> int:
     return count
 
 
-def of_a_layer(model: str, every: bool) -> float:
+def of_a_layer(model: str, every: bool, **more: float) -> float:
     """Calls of a layer and microbatch more."""
     found = {}
     for layers, microbatches in product((2, 4), (2, 4)):
-        t = trainer(layers=layers, global_batch=microbatches, microbatch=1, **MODELS[model])
+        t = trainer(layers=layers, global_batch=microbatches, microbatch=1, **MODELS[model], **more)
         for step in range(1, 4):
             t.step(step)
         found[layers, microbatches] = calls_of(lambda t=t: t.step(4), every)
@@ -168,6 +181,11 @@ def of_a_plain_layer(model: str) -> float:
 def test_python_calls_of_a_layer():
     """They are those of the compiled functions, and of what hands them their tensors."""
     assert of_a_layer("gpt", every=False) < 40
+
+
+def test_python_calls_of_a_layer_with_dropout():
+    """The starts of its random numbers are sent with all others of a pass."""
+    assert of_a_layer("gpt", every=False, dropout=0.1, fused_dropout=True) < 72
 
 
 @pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.full)])

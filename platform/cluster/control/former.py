@@ -26,6 +26,7 @@ from platform.plan.plan_data import plan_digest, plan_summary
 from platform.plan.schedule import Schedule, table
 from platform.plan.simulate import simulate, stage_rows
 from platform.plan.step_collectives import may_compile
+from platform.plan.whole_blocks import describe_blocks, reasons_against_whole_blocks
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.tier_traffic import farthest_tiers
 from platform.train.state_recovery import Formation, MemorySource, find_source, take_seats
@@ -127,10 +128,10 @@ class GenerationFormer:
             self._load_initial_weights(crew)
         self._references.hand_over(crew, plan, step)
         self._formed = True
-        if uncompiled := built[0].uncompiled or self._rehearse_step(crew, job, step + 1):
-            self._monitor.say(f"compile  off: {uncompiled}")
-        held, reason = built[0].parameters, uncompiled or None
-        self._journal.write(events.Running(step=step + 1, parameters_per_worker=held, uncompiled=reason))
+        uncompiled = built[0].uncompiled or self._rehearse_step(crew, job, step + 1)
+        compiled = self._say_what_compiles(plan, schedule, job.device, uncompiled)
+        held = built[0].parameters
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=held, **compiled))
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.rank_name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
@@ -234,6 +235,17 @@ class GenerationFormer:
             return ""
         failed = ((rank, why) for rank, why in enumerate(crew.call_ranks(Worker.rehearse_steps, step)) if why)
         return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), "")
+
+    def _say_what_compiles(self, plan: Plan, schedule: Schedule, device: str, uncompiled: str) -> dict[str, Any]:
+        """Say which blocks the generation that forms compiles whole, and why not others, or why it is `uncompiled`.
+        Return the fields of the journal's record."""
+        blocks, rate = list[str](), self._config.model.dropout
+        if not uncompiled and may_compile(self._config.train.compile, device):
+            splits = schedule.splits_weight_gradients
+            blocks = describe_blocks(reasons_against_whole_blocks(plan, device, rate, splits_weight_gradients=splits))
+        for line in [f"off: {uncompiled}"] if uncompiled else blocks:
+            self._monitor.say(f"compile  {line}")
+        return {"uncompiled": uncompiled or None, "blocks": blocks or None}
 
     def _restore_state(self, crew: Crew, build_arguments: tuple[Any, ...], initializes: bool) -> int:
         """Restore the workers' state from storage, as nothing in memory is usable, or leave them at step 0 if there is

@@ -117,9 +117,11 @@ class FusedAttentionOp(BlockOp):
         if bias is None and padding is None and starts is None and not window and queries_are_all:
             seen = None
         elif bias is None and padding is None:
-            seen, causal = ops.additive_attention_mask(spec, q, k, window, starts), False
+            of_documents = begins and (planned.operation.reads[0], (self.kind, name))
+            seen, causal = ops.additive_attention_mask(spec, q, k, window, of_documents), False
         else:
-            behind = positions.unseen_mask(*ops.query_key_positions(spec, q, k), window, starts) if causal else None
+            where = ops.query_key_positions(spec, k.shape[2], q.device)
+            behind = positions.unseen_mask(*where, window, starts) if causal else None
             seen, causal = positions.attention_mask(q, behind, padding, bias), False
         rate = ops.dropout_rate if ops.position.training else 0.0
         kernel_options = {"is_causal": causal, "scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}

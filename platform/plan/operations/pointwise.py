@@ -216,7 +216,8 @@ class DropoutOp(BlockOp):
     def run_on_blocks(self, ops, planned, name, x, spec):
         """Apply dropout to this rank's block of x, by the mask of this step and microbatch; x itself if none drops."""
         drawing, kernel = ops.random_drawing(name, spec, x.device), ops.kernels.residual
-        draw = ops.compile_function(kernel.drop_elements) if ops.compiles_functions else kernel.apply_draw_in_pieces
+        whole = ops.compiles_functions or ops.is_tracing
+        draw = ops.compile_function(kernel.drop_elements) if whole else kernel.apply_draw_in_pieces
         return kernel.apply_dropout(x, drawing, draw) if drawing else x
 
     def meter_memory(self, ops, planned, name, x, spec) -> Value:

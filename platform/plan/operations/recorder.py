@@ -60,6 +60,7 @@ class Recorder(Ops):
     leaves_out: bool = True  # results of recomputed operations that no gradient needs
     span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
     spans: list[int] = field(default_factory=list)  # by operation
+    blocks: list[tuple[str, int, int]] = field(default_factory=list)  # name, and the range of its operations
     _names: set[tuple[str, str]] = field(default_factory=set)
     _recomputing: bool = False
 
@@ -83,6 +84,8 @@ class Recorder(Ops):
         begun = len(self.operations)
         out = function(x, *more)
         self.span += is_block
+        if is_block:
+            self.blocks.append((name, begun, len(self.operations)))
         if is_recomputed:
             self._recomputing = False
         if is_recomputed and is_block and self.leaves_out:

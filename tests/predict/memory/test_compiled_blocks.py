@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from platform.launch import CONF, compose_config
 from platform.model import build_model
-from platform.plan.step_collectives import compiles_whole_blocks, resolve_auto_kernels
+from platform.model.attention import has_experts
+from platform.plan.step_collectives import count_kernels, resolve_auto_kernels
+from platform.plan.whole_blocks import reasons_against_whole_blocks
 from platform.predict.footprint import measure_passes
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
@@ -20,76 +21,96 @@ from platform.predict.meter import MemoryMeter
 from platform.runtime import compiled_blocks, parallel_ops
 from platform.runtime.communicator import SingleRank
 from platform.runtime.compiled_blocks import CompiledBlock, compile_block
-from platform.runtime.pipeline import StageFailed
 from tests.harness.card import alone, shrunk
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import MODELS, configure, trainer_of
 
 PRESETS = {path.stem for path in (CONF / "model").glob("*.yaml")} - {"from_hf", "two_layer"}  # which has no blocks
-OTHERS = {
-    "cube_bert", "deepseek_v2_lite", "gpt_oss_120b", "gpt_oss_20b", "mixtral_8x7b", "olmoe_7b", "qwen3_235b_a22b",
-    "t5_large_mod", "t5_tiny", "transformer_base",
-}  # fmt: skip
-DENSE = PRESETS - OTHERS  # of deepseek_v3, its first layers
-SHORT = {"gpt2_124m", "llama_8b", "mixtral_8x7b"}
+EXPERTS = {"deepseek_v2_lite", "gpt_oss_120b", "gpt_oss_20b", "mixtral_8x7b", "olmoe_7b", "qwen3_235b_a22b"}
+DENSE = PRESETS - EXPERTS  # of deepseek_v3, its first layers
+SHORT = {"gpt2_124m", "llama_8b", "mixtral_8x7b", "transformer_base"}
 
 
 def presets(names):
     return [pytest.param(n, marks=() if n in SHORT else pytest.mark.full) for n in sorted(names)]
 
 
-def configured(preset: str):
-    return shrunk(
+def configured(preset: str, *more: str):
+    """A model of one layer, or of one in each stack."""
+    c = shrunk(
         compose_config(["+experiment=one_gpu", f"model={preset}", "train.microbatch=1", "monitor.sample=0",
-                        "train.compile=on", "cluster.device=cuda"])
+                        "train.compile=on", "cluster.device=cuda", *more])
     )  # fmt: skip
+    c.model.layers = 1
+    return c
 
 
-def first_block(c) -> CompiledBlock | None:
-    """The first block that a step on a GPU would trace, which ends the step; None if it traces none."""
-    traced = []
+def traced_blocks(c) -> list[CompiledBlock | None]:
+    """What becomes of the blocks that a step on a GPU would trace."""
+    traced: list[CompiledBlock | None] = []
 
     def trace(*arguments):
         traced.append(compile_block(*arguments))
-        raise InterruptedError
+        return traced[-1]
 
     compiled_blocks._split_graph.cache_clear()
-    with pytest.MonkeyPatch.context() as patch, suppress(StageFailed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_ops, "compile_block", trace)
         patch.setattr(parallel_ops, "compile_region", lambda function: function)
         with alone(c, 0, []) as trainer, OneAttention():
             trainer.step(1)
     compiled_blocks._split_graph.cache_clear()
-    return traced[0] if traced else None
+    return traced
 
 
-def kept_bytes(block: CompiledBlock) -> int:
-    """The bytes that a block keeps, each piece of memory once, beside parameters and what all passes share."""
-    forward = block.functions.forward.graph.graph
-    arguments, (_, *results) = forward.find_nodes(op="placeholder"), forward.output_node().args[0]
-    count = len(arguments) - len(block.tensors)
-    values = [*results, *(arguments[i] for i in block.functions.kept if i < count)]
-    storages = [value.meta["val"].untyped_storage() for value in values]  # of which views share one
+def kept_bytes(*blocks: CompiledBlock | None) -> int:
+    """The bytes that blocks keep, each piece of memory once, beside parameters and what all passes share."""
+    storages = []
+    for block in filter(None, blocks):
+        forward = block.functions.forward.graph.graph
+        arguments, (_, *results) = forward.find_nodes(op="placeholder"), forward.output_node().args[0]
+        count = len(arguments) - len(block.tensors)
+        values = [*results, *(arguments[i] for i in block.functions.kept if i < count)]
+        storages += [value.meta["val"].untyped_storage() for value in values]  # of which views share one
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def metered_bytes(c, compiles: str) -> int:
-    """The bytes that one layer more keeps, by the meter; without attention's statistic of a row, which OneAttention has
-    not."""
+    """The bytes that one layer more keeps, by the meter; without the statistic of a row that a kernel of attention has,
+    but not OneAttention."""
+    rate = c.model.dropout
 
-    def kept(layers: int) -> int:
+    def kept(layers: int) -> tuple[int, int]:
         deep = replace(c, model=replace(c.model, layers=layers))
-        plan = resolve_auto_kernels(make_plan(deep), "cuda", 0.0)
-        meter = MemoryMeter(plan, 0.0, plan.mesh.rank_coordinates(0), "cuda", compiles=compiles)
-        return measure_passes(meter, build_model(deep.model), plan.chunks[0], splits_weight_gradients=False).kept
+        plan = resolve_auto_kernels(make_plan(deep), "cuda", rate)
+        meter = MemoryMeter(plan, rate, plan.mesh.rank_coordinates(0), "cuda", compiles=compiles)
+        passes = measure_passes(meter, build_model(deep.model), plan.chunks[0], splits_weight_gradients=False)
+        return passes.kept, sum(count_kernels(plan).values())
 
-    return kept(2) - kept(1) - 4 * c.model.heads * c.model.length
+    (most, kernels), (least, fewer) = kept(2), kept(1)
+    return most - least - (kernels - fewer) * 4 * c.model.heads * c.model.length
 
 
 @pytest.mark.parametrize("preset", presets(DENSE))
 def test_a_block_keeps_what_the_meter_says(preset):
     c = configured(preset)
-    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(first_block(c)), rel=0.02)
+    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(*traced_blocks(c)), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["model.dropout=0.1"], marks=pytest.mark.full),
+        ["model.dropout=0.1", "model.fused_dropout=true"],
+        ["data.document_mask=true"],
+        pytest.param(["data.document_mask=true", "model.dropout=0.1"], marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_masks_are_drawn_again_and_shared(more):
+    """Dropout keeps nothing but the probabilities; the mask of documents is the pass's."""
+    c = configured("gpt2_124m", *more)
+    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(*traced_blocks(c)), rel=0.02)
 
 
 @pytest.mark.full
@@ -98,16 +119,17 @@ def test_so_it_is_of_every_activation(activation):
     """ReLU keeps which elements pass beside them."""
     c = configured("gpt_tiny")
     c.model.activation = activation
-    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(first_block(c)), rel=0.02)
+    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(*traced_blocks(c)), rel=0.02)
 
 
-@pytest.mark.parametrize("preset", presets(OTHERS))
-def test_other_blocks_are_not_one_function(preset):
-    """And the plan knows it: experts, padding, dropout."""
+@pytest.mark.parametrize("preset", presets(EXPERTS))
+def test_blocks_of_experts_are_not_one_function(preset):
+    """And the plan knows it, block by block."""
     c = configured(preset)
-    plan = make_plan(c)
-    assert not compiles_whole_blocks(plan, "cuda", c.model.dropout, splits_weight_gradients=False)
-    assert first_block(c) is None
+    c.model.layers = 2
+    reasons = reasons_against_whole_blocks(make_plan(c), "cuda", c.model.dropout, splits_weight_gradients=False)
+    assert list(map(bool, reasons.values())) == [has_experts(c.model, i) for i in range(2)]
+    assert len(traced_blocks(c)) == list(reasons.values()).count("")
 
 
 def test_negative_control_an_eager_meter():

@@ -1,0 +1,88 @@
+"""Blocks that a rank which compiles runs as one function each: which of them it can, and why not the others.
+
+Runtime, memory meter and price ask `reasons_against_whole_blocks`, and the plan and the run print what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from platform.plan.operation_plan import PlannedOperation
+from platform.plan.operations.fused_attention import hides_most
+from platform.plan.operations.registry import OPERATIONS
+from platform.plan.plan import Plan
+
+OUTSIDE = ("stage", "data", "zero")  # mesh axes whose collectives lie between blocks
+
+
+class _Block(NamedTuple):
+    """Block of a plan, by its planned `operations`, as it runs on a kind of `device` (cpu, cuda). `dropout`: the
+    model's rate; `splits`: weight gradients are left for later passes."""
+
+    plan: Plan
+    operations: Sequence[PlannedOperation]
+    device: str
+    dropout: float
+    splits: bool
+
+    @property
+    def drawing_kernels(self) -> int:
+        """Return the number of attentions in the block whose kernel draws dropout masks itself."""
+        return bool(self.dropout) * sum(OPERATIONS[o.operation.kind].chooses_kernel for o in self.operations)
+
+    def attends_pair_by_pair(self) -> bool:
+        """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
+        return any(
+            hides_most(self.device, self._query_length(o), o.operation["window"], o.operation["begins"])
+            for o in self.operations
+            if OPERATIONS[o.operation.kind].keys_input >= 0
+        )
+
+    def _query_length(self, attention: PlannedOperation) -> int:
+        """Return the number of query positions of an attention that the rank has."""
+        query = attention.operation.inputs[0]
+        return dict(zip(query.dims, self.plan.local_shape(query), strict=True)).get("length", 0)
+
+
+# why a block is not compiled as one function, and of which block that holds; the first is told
+_REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
+    (
+        "collectives of tensor axes lie in it",
+        lambda b: any(n > 1 for axis, n in b.plan.mesh.axes.items() if axis not in OUTSIDE),
+    ),
+    ("recompute=selective runs its attention again", lambda b: b.plan.recompute.kind == "selective"),
+    ("train.mlp_chunks computes its rows in parts", lambda b: b.plan.mlp_chunks > 1),
+    ("train.freeze holds some of its parameters", lambda b: b.plan.frozen),
+    ("the schedule takes its weight gradients apart", lambda b: b.splits),
+    (
+        "its experts' rows, or its attention's pairs, are counted in each pass",
+        lambda b: not all(OPERATIONS[o.operation.kind].is_traceable for o in b.operations) or b.attends_pair_by_pair(),
+    ),
+    ("the kernels of several attentions draw its dropout masks", lambda b: b.drawing_kernels > 1),
+)
+
+
+def reasons_against_whole_blocks(
+    plan: Plan, device: str, dropout: float, *, splits_weight_gradients: bool
+) -> dict[str, str]:
+    """Return, by the name of each block of a plan (of several that are recomputed together, the first), why a rank that
+    compiles does not run it as one function in training, as a predicate; "" if it does. `dropout`: the model's rate."""
+    reasons = {}
+    for chunk in plan.chunks:
+        for name, keys in chunk.blocks:
+            planned = [chunk.operations[key] for key in keys if key in chunk.operations]
+            block = _Block(plan, planned, device, dropout, splits_weight_gradients)
+            reasons[name] = next((reason for reason, holds in _REASONS if holds(block)), "")
+    return reasons
+
+
+def describe_blocks(reasons: Mapping[str, str]) -> list[str]:
+    """Return the lines that say which blocks are compiled whole, and why others are not, as `reasons` has them."""
+    lines = []
+    for reason, group in groupby(reasons, reasons.__getitem__):
+        names = list(group)
+        where = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        lines.append(f"{where}: {f'function by function, as {reason}' if reason else 'compiled whole'}")
+    return lines
