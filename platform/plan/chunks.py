@@ -223,7 +223,8 @@ class Bucket:
     `sharded`, some of these axes, divide the buffer into `shards` equal ones at stage `zero` of ZeRO (0: one shard).
     `sizes`: elements of each block; `elements`: size of the buffer in elements, with zeros at its end so that shards
     are equal, large ones in multiples of SHARD_UNIT. `held`: elements that a rank has of each block, if it has less and
-    zeros behind them.
+    zeros behind them. `frozen`: its parameters take no gradient, and ranks keep of them what they compute with
+    alone, in shards under ZeRO-3.
     """
 
     axes: tuple[str, ...]
@@ -235,6 +236,7 @@ class Bucket:
     shards: int = 1
     zero: int = 0
     held: tuple[int, ...] = ()
+    frozen: bool = False
 
     @cached_property
     def name(self) -> str:
@@ -331,30 +333,32 @@ def build_buckets(
     zero: int,
     max_elements: int,
     scaled: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `max_elements`
     elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
     `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards;
-    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide.
+    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names of parameters
+    that lie apart from others, as in Bucket.
     """
     buckets: list[Bucket] = []
-    open_: dict[tuple, list[Parameter]] = {}  # (axes, only) -> parameters of the bucket being filled
+    open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen) -> parameters of the bucket being filled
     before: int | str | None = None
 
     def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
-        for (axes, only), parameters in open_.items():
+        for (axes, only, still), parameters in open_.items():
             # whole blocks first; then parameters that decay, so that the optimizer updates each kind as one stretch
             members = sorted(parameters, key=lambda p: (p.name not in scaled, not p.decay))
             counts = tuple(sizes[p] for p in members)
-            sharded = tuple(axis for axis in axes if axis in shards)
+            sharded = tuple(axis for axis in axes if axis in shards and not (still and zero < 3))
             ranks = prod(shards[axis] for axis in sharded)
             large = ranks > 1 and sum(counts) >= SHARD_UNIT * SHARD_UNIT * ranks
             unit = SCALE_BLOCK if members[0].name in scaled and ranks > 1 else SHARD_UNIT if large else 1
-            size = pad_to_multiple(sum(counts), ranks * unit)
-            buckets.append(Bucket(axes, only, tuple(members), counts, size, sharded, ranks, zero if sharded else 0))
+            size, stage = pad_to_multiple(sum(counts), ranks * unit), zero if sharded else 0
+            buckets.append(Bucket(axes, only, tuple(members), counts, size, sharded, ranks, stage, frozen=still))
         open_.clear()
 
     for key, parameters in groups:
@@ -363,6 +367,6 @@ def build_buckets(
             close_open_buckets()
         before = key
         for p in parameters:
-            open_.setdefault(reductions[p], []).append(p)
+            open_.setdefault((*reductions[p], p.name in frozen), []).append(p)
     close_open_buckets()
     return buckets

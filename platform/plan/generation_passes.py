@@ -162,7 +162,8 @@ def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Pl
         scheme = generation_scheme(plan.scheme, shape.shared, split)
         pass_sizes = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
         pass_sizes |= {"slots": tokens} if "slots" in pass_sizes else {}  # whatever tokens it has, a pass drops none
-        planner = PassPlanner(plan.mesh, scheme, {**pass_sizes, "vocab": plan.planner.sizes["vocab"]}, {}, lying=lying)
+        padded = {**pass_sizes, "vocab": plan.planner.sizes["vocab"]}
+        planner = PassPlanner(plan.mesh, scheme, padded, {}, frozen=plan.planner.frozen, lying=lying)
         chunks = tuple(_plan_chunk(planner, model, shape, flow, *part) for part in parts)
         fields: dict[str, Any] = {"planner": planner, "microbatches": 1, "sequences": shape.batch, "sizes": pass_sizes}
         fields |= {"parameters": parameters, "chunks": chunks, "mlp_chunks": 1, "warnings": ()}

@@ -45,7 +45,8 @@ class Einsum:
     """Einsum of a group that shares its first operand x: the other operand, which has dims `dims` and is converted by
     `operand`, times x gives the operation's output number `index`, which leaves by `output`.
 
-    `regathered`: the converted operand is not kept but converted again for the backward pass.
+    `regathered`: the converted operand is not kept but converted again for the backward pass. `frozen`: it takes no
+    gradient.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Einsum:
     operand: Conversion
     output: Conversion
     regathered: bool = False
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ class EinsumGroup:
     def x_dims(self) -> tuple[str, ...]:
         """Return the dims of x, the first operand that all einsums of this group of the plan share."""
         return self.einsums[0].x_dims
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return True if no operand of this einsum group takes a gradient, for which x would be kept."""
+        return all(e.frozen for e in self.einsums)
 
     @cached_property
     def is_local(self) -> bool:
@@ -162,7 +169,12 @@ class PlannedOperation:
     def rebuilds_input(self, group: EinsumGroup) -> bool:
         """Return True if x of a group of its einsums is made again in the backward pass: not if kept as gathered."""
         made_by = dict(self.operation.attributes).get("made_by")
-        return bool(made_by) and not group.panels and (group.regathered or not group.x.forward)
+        return bool(made_by) and not (group.panels or group.is_frozen) and (group.regathered or not group.x.forward)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return True if this operation multiplies with frozen parameters alone, which take no gradient."""
+        return bool(self.groups) and all(group.is_frozen for group in self.groups)
 
     def adds_biases(self, shifts: Iterable[PlannedOperation]) -> bool:
         """Return True if this planned operation's matrix products add its biases, planned as `shifts`, themselves."""

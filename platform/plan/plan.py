@@ -49,7 +49,6 @@ class Plan:
     each bucket divides its gradients over the axes among them that sum these. `zero`: 1 to 3, how much is sharded, see
     `build_plan`; 0 without.
     `states`: parameters without gradient, which are not among `parameters`: no bucket, optimizer or norm knows them.
-    `frozen`: names of the parameters that no update changes; their gradients are computed, and have no effect.
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `stored`: how the optimizer's states lie in memory between updates.
@@ -72,7 +71,6 @@ class Plan:
     states: tuple[Parameter, ...] = ()
     sharded: tuple[str, ...] = ()
     zero: int = 0
-    frozen: tuple[str, ...] = ()
     matrices: tuple[str, ...] = ()
     factored: tuple[str, ...] = ()
     stored: StoredStates = WIDE_STATES
@@ -94,6 +92,11 @@ class Plan:
     def multi_use_parameters(self) -> frozenset[str]:
         """Return the names of parameters that several operations of a chunk use, each adding to the gradient."""
         return frozenset(name for chunk in self.chunks for name in chunk.multi_use_parameters)
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Return the names of the parameters that no update changes, which have neither gradients nor moments."""
+        return frozenset(p.name for p in self.parameters if self.planner.is_frozen(p))
 
     @property
     def num_stages(self) -> int:
@@ -141,7 +144,8 @@ class Plan:
     @cached_property
     def stages_of_tied_parameters(self) -> dict[str, tuple[int, ...]]:
         """Map the name of each tied parameter to the stages that use it and sum its gradient once a step."""
-        return {p.name: self.stages_of[p.name] for p in self.parameters if len(self.stages_of[p.name]) > 1}
+        shared = {p.name: self.stages_of[p.name] for p in self.parameters if len(self.stages_of[p.name]) > 1}
+        return {name: stages for name, stages in shared.items() if name not in self.frozen}
 
     @cached_property
     def neighbour_stages(self) -> list[tuple[int, int]]:
@@ -275,12 +279,13 @@ class Plan:
         used_names = {name for _, names in spans for name in names}
         declared = {p.name: p for p in self.parameters if p.name in used_names}
         uses = [(span, n) for span, names in spans for n in names if n in declared]
-        groups = [(k, [declared[n] for n in names]) for k, names in group_by_span(uses, self.stages_of_tied_parameters)]
+        shared = [name for name, stages in self.stages_of.items() if len(stages) > 1]
+        groups = [(k, [declared[n] for n in names]) for k, names in group_by_span(uses, shared)]
         reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
         limit = (self.bucket_mib << 20) // self.itemsize["master"]
         shards = {a: self.mesh.axes[a] for a in self.sharded}
-        return build_buckets(groups, reduced, sizes, shards, self.zero, limit, self.scaled)
+        return build_buckets(groups, reduced, sizes, shards, self.zero, limit, self.scaled, self.frozen)
 
     @cached_property
     def bucket_by_parameter(self) -> dict[str, Bucket]:
@@ -291,6 +296,8 @@ class Plan:
         """Return two lists of collective steps that sum a bucket's gradients over ranks, laid out as [shards, elements
         of a shard]: the steps of each microbatch (ZeRO-2 and 3, else none), and the steps at the end of the training
         step. A reduce-scatter comes before an all-reduce, the order that moves the fewest bytes."""
+        if bucket.frozen:
+            return [], []
         summed_axes = tuple(a for a in bucket.axes if a not in bucket.sharded)
         scatter = [RelayoutStep("reduce_scatter", bucket.sharded, only=bucket.only)] if bucket.sharded else []
         add = [RelayoutStep("all_reduce", summed_axes, only=bucket.only)] if summed_axes else []
@@ -341,7 +348,7 @@ class Plan:
 
     def count_masters_of_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of elements whose master copy and optimizer state the worker at `coordinates` keeps."""
-        return sum(b.shard_elements for b in self.buckets_of_rank(coordinates))
+        return sum(b.shard_elements for b in self.buckets_of_rank(coordinates) if not b.frozen)
 
     def count_masters_of_parameters(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
         """Return how many elements of the parameters `names` the worker at `coordinates` keeps as master copies."""
@@ -379,10 +386,10 @@ class Plan:
     @cached_property
     def flops_per_token(self) -> float:
         """Return the model FLOPs per token of forward and backward, for model FLOPs utilisation: three times every
-        einsum, no recomputation, attention not halved for its causal mask (6N + 12 layers d_model length, N the
-        parameters of the einsums), but over its window alone, where it has one."""
-        forward = sum(self.count_seen_flops(o.operation) for o in self.operations.values())
-        return 3 * forward / (self.sizes["batch"] * self.sizes["length"])
+        einsum, twice one with frozen weights, no recomputation, attention not halved for its causal mask (6N + 12
+        layers d_model length, N the parameters of the einsums), but over its window alone, where it has one."""
+        seen = ((3 - o.is_frozen, self.count_seen_flops(o.operation)) for o in self.operations.values())
+        return sum(n * forward for n, forward in seen) / (self.sizes["batch"] * self.sizes["length"])
 
     def count_seen_flops(self, operation: Operation) -> float:
         """Return the forward FLOPs of an operation on all ranks together; of attention, over its window alone."""

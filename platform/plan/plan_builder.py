@@ -56,33 +56,33 @@ def build_plan(
     loss: LabelLoss = PLAIN,
     turns: bool = False,
     parts: Sequence[Sequence[str]] = (),
+    frozen: Sequence[str] = (),
 ) -> Plan:
-    """Build the plan of a run: record the model's forward pass, divide it into chunks and plan the layouts and
-    collectives of every operation under `scheme`.
+    """Build the plan of a run: record the model's forward pass in chunks, and plan every operation under `scheme`.
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk; `parts`: the units of every chunk, () divides the model by cost. `scatter_gather`,
     `recompute`, `mlp_chunks`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO (Rajbhandari et al. 2020),
     which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients too, 3 also parameters.
-    Raises ModelMistake for an error in the model's code, IllegalPlan with all violations.
+    `frozen`: names of parameters that take no gradient. Raises ModelMistake, and IllegalPlan with all violations.
     """
     mesh = Mesh.arrange_axes({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _read_declarations(model, microbatch * data)
-    recorder_options = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
-    recorder = partial(Recorder, *recorder_options, sizes=sizes, leaves_out=mlp_chunks == 1)  # else computed again
+    options = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
+    recorder = partial(Recorder, *options, sizes=sizes, leaves_out=mlp_chunks == 1)  # else computed again
     recorded = _record_model(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
-    planner = Planner(mesh, scheme, _pad_vocab(sizes, scheme, mesh), {})
-    planner, planned, reductions = settle_planner(planner, operations, microbatch)
+    start = Planner(mesh, scheme, _pad_vocab(sizes, scheme, mesh), {}, frozen=tuple(frozen))
+    planner, planned, reductions = settle_planner(start, operations, microbatch)
     sharded = mesh.order_axes(("zero" if scheme.zero else "data", "expert", *CONTEXT)) if zero else ()
     chunks = tuple(chunk.build_chunk(number, stage_of[number], planned) for number, chunk in enumerate(recorded))
     plan = Plan(
-        planner=planner,
-        precision=precision,
-        microbatches=microbatches,
-        sequences=microbatches * microbatch * data if sequences is None else sequences,
-        sizes=sizes,
+        planner,
+        precision,
+        microbatches,
+        microbatches * microbatch * data if sequences is None else sequences,
+        sizes,
         parameters=tuple(p for p in parameters if not p.is_state),
         reductions=reductions,
         stages_of=_stages_by_parameter(parameters, chunks),

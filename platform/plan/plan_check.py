@@ -91,7 +91,7 @@ class PlanWalk:
             summands = frozenset(axes - result.axes - exchanged).union(*partial)
             summed = axes | self._check_result(form.out, form.output, result, summands)
         for number, (operand, spread) in enumerate(zip(form.operands, entered, strict=True)):
-            if operand.constant:
+            if operand.constant or self._plan.planner.is_frozen(operand.tensor):
                 continue
             others = summed.union(*partial[:number], *partial[number + 1 :])
             self._check_gradient(operand, spread._replace(partial=frozenset(others - spread.axes)))
@@ -109,7 +109,8 @@ class PlanWalk:
             gathered = spread.count_elements(sizes, self._extents) * prod(self._extents[a] for a in operand.axes)
             share = spread.average_share(spread.split, sizes, self._extents)
             panel_elements = gathered // operand.panels.count
-            for op, phase in (("broadcast", FORWARD), ("broadcast", BACKWARD), ("reduce", BACKWARD)):
+            launches = [("broadcast", FORWARD), ("broadcast", BACKWARD), ("reduce", BACKWARD)]
+            for op, phase in launches[:2] if self._plan.planner.is_frozen(tensor) else launches:
                 key = op, operand.axes, panel_elements, share, phase, spread.only, tensor_dtype(tensor)
                 self._launches[key] += operand.panels.count
         return self._follow_steps(tensor, spread, _panel_steps("all_gather", operand, spread), (), tensor_title(tensor))
@@ -404,7 +405,8 @@ def _violations_of_buckets(plan: Plan) -> Iterator[str]:
 def _axes_after_reduction(plan: Plan, bucket: Bucket) -> tuple[str, ...]:
     """Return the axes that split a bucket's gradients after all their sums. Raises Unsound unless these are complete
     then, and the gathers of ZeRO join them again."""
-    gradient = Spread({"elements": ()}, frozenset(bucket.axes), frozenset(bucket.only))
+    partial = frozenset[str]() if bucket.frozen else frozenset(bucket.axes)
+    gradient = Spread({"elements": bucket.sharded if bucket.frozen else ()}, partial, frozenset(bucket.only))
     microbatch_steps, final_steps = plan.reduction_steps(bucket)
     for step in (*microbatch_steps, *final_steps):
         gradient = apply_step(gradient, step)

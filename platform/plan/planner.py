@@ -44,7 +44,8 @@ class Planner:
 
     `reduced_at_use[name, kind, parameter]`: axes over which the gradient of this use is reduced in the operation's
     backward, because the parameter's uses differ in their partial axes. `open_sums`: axes over which an activation, or
-    its gradient, stays partial between operations, as its type says (`Spec.open`).
+    its gradient, stays partial between operations, as its type says (`Spec.open`). `frozen`: names of the parameters
+    that take no gradient.
     """
 
     mesh: Mesh
@@ -52,6 +53,7 @@ class Planner:
     sizes: Mapping[str, int]
     reduced_at_use: Mapping[tuple[str, str, str], tuple[str, ...]]
     open_sums: Mapping[Spec, tuple[str, ...]] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
     _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -105,7 +107,17 @@ class Planner:
         """Return all but this planner on which an operation's plan depends: equal layers share it."""
         at_use = self.reduced_at_use
         summed = (at_use.get((operation.name, operation.kind, p.name)) for p in operation.parameters) if at_use else ()
-        return operation.nameless_key, *summed
+        still = map(self.is_frozen, operation.parameters) if self.frozen else ()
+        return operation.nameless_key, *summed, *still
+
+    def is_frozen(self, tensor: Tensor) -> bool:
+        """Return True if a tensor of the plan is a parameter that takes no gradient."""
+        return isinstance(tensor, Parameter) and tensor.name in self._frozen_names
+
+    @cached_property
+    def _frozen_names(self) -> frozenset[str]:
+        """Return the names of `frozen`, to look one up."""
+        return frozenset(self.frozen)
 
     @property
     def num_replicas(self) -> int:
@@ -250,7 +262,7 @@ class Planner:
     def parameter_conversion(self, operation: Operation, p: Parameter, conversion: Conversion) -> Conversion:
         """Extend the conversion of parameter `p` for its use in an operation, if the parameter's uses differ in their
         partial axes, by this use's reduction of the gradient, at the step where the gradient is smallest; and, of
-        experts that multiply rows, by the exchange of lent ones.
+        experts that multiply rows, by the exchange of lent ones. No gradient of a frozen one goes back.
 
         A sum over an axis of blocks padded with zeros along that axis is replaced by an all-gather of the blocks.
         """
@@ -263,7 +275,9 @@ class Planner:
             back.insert(at, RelayoutStep("all_reduce", summed, only=only))
         extended = replace(conversion, backward=tuple(back))
         layer = dict(operation.attributes).get("layer", "")  # of rows of experts
-        return self._add_lending(layer, extended, self.layout(p).only) if layer and self.scheme.lent else extended
+        if layer and self.scheme.lent:
+            extended = self._add_lending(layer, extended, self.layout(p).only)
+        return replace(extended, backward=()) if self.is_frozen(p) else extended
 
     def _add_lending(self, layer: str, conversion: Conversion, only: Sequence[str]) -> Conversion:
         """Extend the conversion of a parameter of experts, its first dim, by the exchange of lent experts, and of their

@@ -79,23 +79,23 @@ Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
 
 def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer state on the worker at mesh coordinates `at`; default:
-    rank 0, which has a block of every tensor of the first stage. The optimizer keeps `moments` numbers of the master
-    type per element of a parameter that is not frozen; one less of matrices that it updates as a whole, and of those
-    whose second moments are factored, of which it keeps one per row and per column; and moments may be stored in fewer
-    bytes."""
+    rank 0, which has a block of every tensor of the first stage. Of a frozen parameter there is the compute copy alone.
+    The optimizer keeps `moments` numbers of the master type per element of another. It keeps one less for a matrix that
+    it updates as a whole, and one per row and per column in place of one where second moments are factored; and moments
+    may be stored in fewer bytes."""
     at = at or plan.mesh.rank_coordinates(0)
     masters, buckets = plan.count_masters_of_rank(at), plan.buckets_of_rank(at)
+    trained, frozen = ([b for b in buckets if b.frozen == still] for still in (False, True))
     states = sum(prod(plan.global_shape(p)) for p in plan.stage_part(at["stage"]).states)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     # copies to compute with
-    apart = [b for b in buckets if compute != master or (b.sharded and not b.has_sharded_weights)]
-    less = plan.count_masters_of_parameters(plan.frozen, at) * moments
-    less += plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
+    apart = [b for b in trained if compute != master or (b.sharded and not b.has_sharded_weights)]
+    less = plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
     saved = plan.count_saved_state_bytes(plan.count_own_masters(at))
     return {
         "parameters": (masters + states) * master
-        + sum(b.shard_elements if b.has_sharded_weights else b.elements for b in apart) * compute,
-        "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in buckets) * master,
+        + sum(b.shard_elements if b.has_sharded_weights else b.elements for b in (*apart, *frozen)) * compute,
+        "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in trained) * master,
         "optimizer": (masters * moments - less + count_factors_of_rank(plan, at)) * master - saved,
     }
 

@@ -218,6 +218,7 @@ def _build_unchecked_plan(
         attention_kernel=config.train.attention_kernel,
         loss=LabelLoss(loss, training_objective_name(config) in WEIGHTED, loss in PAIR_LOSSES),
         parts=parts,
+        frozen=_find_frozen(config, model),
     )
 
 
@@ -237,7 +238,7 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
         if _places_of_weights(short_plan) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
             lines.append(format_violation("train.length_ramp", entry, constraint, [[]]))
-        updated = {name: getattr(plan, name) for name in ("frozen", "matrices", "factored", "stored", "bucket_mib")}
+        updated = {name: getattr(plan, name) for name in ("matrices", "factored", "stored", "bucket_mib")}
         shorter_plans[phase.length] = replace(short_plan, **updated)
     refuse_all(lines)
     return replace(plan, shorter=shorter_plans)
@@ -277,8 +278,8 @@ def count_replicas(config: Config, workers: int | None) -> int:
 
 
 def _mark_special_updates(config: Config, plan: Plan) -> Plan:
-    """Return the plan with the names of its parameters that are frozen, whole matrices (Muon), factored (Adafactor)."""
-    plan = replace(plan, frozen=_find_frozen(config, plan), stored=optimizers.describe_stored_states(config.optimizer))
+    """Return the plan with the names of its parameters that are whole matrices (Muon), factored (Adafactor)."""
+    plan = replace(plan, stored=optimizers.describe_stored_states(config.optimizer))
     if config.optimizer.kind == "muon":
         return replace(
             plan, matrices=tuple(n for n in find_muon_matrices(config.optimizer, plan) if n not in plan.frozen)
@@ -309,10 +310,12 @@ def _violation_of_chunk_count(config: Config, units: int) -> str:
     return format_violation("pipeline.stages", stages, constraint, [legal])
 
 
-def _find_frozen(config: Config, plan: Plan) -> tuple[str, ...]:
-    """Return the names of the plan's parameters that match a pattern of train.freeze, which no update changes. Raises
+def _find_frozen(config: Config, model: RecordableModel) -> tuple[str, ...]:
+    """Return the names of a model's parameters that match a pattern of train.freeze, which no update changes. Raises
     ConfigError for a pattern that matches none, and if no parameter is left to train."""
-    names = [p.name for p in plan.parameters]
+    if not config.train.freeze:
+        return ()
+    names = [p.name for p in model.parameters() if not p.is_state]
     matches_by_pattern = {pattern: fnmatch.filter(names, pattern) for pattern in config.train.freeze}
     vain = {p: closest_values(p, names)[:3] for p, matched in matches_by_pattern.items() if not matched}
     reason = "matches no parameter of the model"

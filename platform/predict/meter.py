@@ -144,21 +144,25 @@ class MemoryMeter(Ops):
         """Record on the memory meter's autograd tape an operation with result `out` that keeps `saved`, and whose
         backward pass allocates a gradient per input, of its type, while `scratch_elements` elements of scratch are held
         (of the compute type unless `itemsize` is given); return `out`."""
-        sizes = [(x.elements, x.itemsize) for x in ins]
+        sizes = [(x.elements, x.itemsize) if self.takes_gradient(x) else None for x in ins]
 
         def backward(_: Gradients, __: Saved) -> Gradients:
             """Allocate the gradients of all inputs, while the scratch memory is held."""
             held = self.new(scratch_elements, itemsize) if scratch_elements else None  # noqa: F841  (until all gradients are allocated)
-            return [self.new(*size) for size in sizes]
+            return [size and self.new(*size) for size in sizes]
 
         self.note_operation([out], ins, saved, backward)
         return out
 
     def sum(self, out: Value, ins: Sequence[Value]) -> Value:
         """Record the memory of a sum, which keeps nothing and hands its gradient to its inputs; return its result."""
-        n, sizes = out.elements, [x.elements for x in ins]
+        n, sizes = out.elements, [x.elements * self.takes_gradient(x) for x in ins]
         self.note_operation([out], ins, (), lambda gs, _: [gs[0] if size == n else self.new(size) for size in sizes])
         return out
+
+    def takes_gradient(self, x: Value) -> bool:
+        """Return True unless the tensor that x stands for is a frozen parameter, perhaps in another layout."""
+        return not isinstance(x.key, str) or x.key not in self.plan.frozen
 
     def convert_storage(
         self,
@@ -239,6 +243,8 @@ class MemoryMeter(Ops):
         if not conversion.forward and not conversion.backward:
             return x
         out = prefetched or self.relayout_forward(x, conversion)
+        if not self.takes_gradient(x):
+            return Value(out.storage, out.elements, x.key)
         size = out.elements
         self.note_operation([out], [x], (), lambda gs, _: [self.relayout_backward(gs[0], size, conversion)])
         return out
@@ -452,7 +458,8 @@ class MeteredSums(LeafGradients):
         """Construct the metered gradient sums of the buckets that `chunk` uses; arguments as in the class."""
         self._meter, self._plan, self._early = meter, meter.plan, early
         self._summed, self._reduced = summed, reduced
-        buckets = {n: b for n, b in enumerate(meter.plan.buckets) if is_at_index_zero(b.only, meter.at)}
+        trained = ((n, b) for n, b in enumerate(meter.plan.buckets) if not b.frozen)
+        buckets = {n: b for n, b in trained if is_at_index_zero(b.only, meter.at)}
         self._buckets = {n: b for n, b in buckets.items() if chunk.parameter_names & b.parameter_ranges.keys()}
         self._number: dict[GradientKey, int] = {p.name: n for n, b in self._buckets.items() for p in b.parameters}
         self._sums: dict[int, MeteredStorage] = {}
@@ -464,7 +471,7 @@ class MeteredSums(LeafGradients):
 
     def setdefault(self, name: GradientKey, gradient: MeteredStorage) -> None:
         """Count the addition of a parameter's gradient to its bucket's sums, after which it is freed."""
-        if gradient.nbytes:
+        if gradient.nbytes and name in self._number:
             self._taken.setdefault(self._number[name], []).append(gradient)
             self._note_gradient(name)
 

@@ -412,12 +412,12 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tupl
     for group in planned.groups:
         shapes = list_group_products(plan.planner, operation, group)
         forward += shapes
-        backward += [product for a in shapes for product in a.gradient_products]
+        backward += [product for a in shapes for product in a.gradient_products[: 1 if group.is_frozen else 2]]
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
                 ahead += plan.planner.collectives_of_conversion(e.operand, e.regathered)
-                summed += prod(e.operand.before) * SUMMED
+                summed += 0.0 if e.frozen else prod(e.operand.before) * SUMMED
     if plan.microbatches == 1:
         summed = 0.0
     waited = Counter(_even_collectives(plan, planned)) - Counter(ahead)

@@ -332,7 +332,7 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, table, bias, targets, communicator, classes):
         """Return the loss of x times the vocabulary table, chunk by chunk, and save the gradients of all."""
-        wide = torch.empty_like(table, dtype=widen_dtype(table[:0]).dtype)
+        wide = torch.empty_like(table, dtype=widen_dtype(table[:0]).dtype) if ctx.needs_input_grad[1] else None
         gradients = torch.empty_like(x), wide, None if bias is None else torch.zeros_like(bias)
         ctx.leaf = table if can_accumulate(table) else None
         ctx.save_for_backward(*gradients)
@@ -344,8 +344,9 @@ class _AtOnce(torch.autograd.Function):
         dx, dtable, dbias = ctx.saved_tensors
         if dbias is not None:
             dbias = dbias.mul_(dloss)
-        if ctx.leaf is None:
-            return dx.mul_(dloss), dtable.mul_(dloss).to(dx.dtype), dbias, None, None, None
+        if dtable is None or ctx.leaf is None:
+            dtable = dtable if dtable is None else dtable.mul_(dloss).to(dx.dtype)
+            return dx.mul_(dloss), dtable, dbias, None, None, None
         compute_and_add_gradient(ctx.leaf, partial(_add_scaled_gradient, dtable, dloss.to(dtable.dtype)))
         return dx.mul_(dloss), None, dbias, None, None, None
 
@@ -364,11 +365,11 @@ def _compute_loss_by_chunks(
     targets: Targets,
     communicator: Communicator,
     classes: LossClasses,
-    gradients: tuple[Tensor, Tensor, Tensor | None] | None,
+    gradients: tuple[Tensor, Tensor | None, Tensor | None] | None,
 ) -> Tensor:
     """Return the loss of x [rows, width] times `table` [columns, width] plus `bias` [columns] against `targets` [rows],
-    and fill `gradients`, shaped as these, with its gradients (the bias's is added to zeros). One chunk of the logits
-    exists at a time."""
+    and fill `gradients`, shaped as these, with its gradients (the bias's is added to zeros; None: unwanted). One chunk
+    of the logits exists at a time."""
     size = loss_chunk_rows(len(x), len(table))
     logits = x.new_empty(size, len(table))
     total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -381,7 +382,8 @@ def _compute_loss_by_chunks(
         if gradients:
             dx, dtable, dbias = gradients
             torch.mm(y, table, out=dx[at])
-            add_product(dtable, y.t(), chunk, i == 0)
+            if dtable is not None:
+                add_product(dtable, y.t(), chunk, i == 0)
             if dbias is not None:
                 dbias += y.sum(0)
     return total
@@ -420,7 +422,8 @@ class _Kept(torch.autograd.Function):
         ctx.biased = bias if bias is None else bias.shape
         ctx.coming, ctx.deferred = coming, deferred
         ctx.leaf = table if can_accumulate(table) else None
-        ctx.save_for_backward(x if group.regathered else converted_x, table if e.regathered else converted_table, y)
+        kept = None if e.frozen else x if group.regathered else converted_x
+        ctx.save_for_backward(kept, table if e.regathered else converted_table, y)
         if is_absent_block(y):
             return y.double().sum()
         return compute_loss_and_gradient(y.view(-1, y.shape[-1]), targets, communicator, classes, True)
@@ -441,7 +444,8 @@ class _Kept(torch.autograd.Function):
         ctx.coming.start_next_conversions(in_backward=True)
         dx = local_einsum_function(e.out_dims, e.dims, e.x_dims)(dy, table).mul_(dloss)
         arriving = convert(communicator, dx, group.x.backward, owned=True)
-
+        if e.frozen:
+            return arriving.wait(), None, dbias, None, None, None, None
         leaf, product = ctx.leaf, partial(local_einsum_function(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
         if leaf is None:
             leaving = convert(communicator, product(), e.operand.backward, owned=True)

@@ -42,7 +42,8 @@ class _Einsums(torch.autograd.Function):
     operands, multiplies, adds the biases (one per operand, or none at all), converts the outputs.
 
     The products of a `wide` group are computed in the type of statistics, of operands that come, and are kept, in the
-    compute type. Gradients of operands leave in the compute type too, unless they are added in place.
+    compute type. Gradients of operands leave in the compute type too, unless they are added in place. Of x, a frozen
+    group keeps but the shape.
 
     Weights that lie one after another and are not converted (Q, K and V; gate and up) are one matrix.
 
@@ -73,20 +74,22 @@ class _Einsums(torch.autograd.Function):
         ctx.coming, ctx.group, ctx.deferred, ctx.counts = coming, group, deferred, counts
         ctx.leaves = [t if can_accumulate(t) else None for t in tensors]
         ctx.compute_again, sources = (rebuild.compute, rebuild.tensors) if rebuild else (None, ())
-        ctx.joined = joined = _join_adjacent_weights(group, x, ctx.leaves)
+        ctx.joined = joined = _join_adjacent_weights(group, x, tensors if group.is_frozen else ctx.leaves)
         if joined:
             converted_x = convert(communicator, x, group.x.forward).wait()
-            kept = None if rebuild else x if group.regathered else converted_x
+            ctx.of_x = converted_x.shape, x.dtype
+            kept = None if rebuild or group.is_frozen else x if group.regathered else converted_x
             ctx.save_for_backward(kept, *operands, *sources)
             return tuple(map(x.new_empty, left_out)) if left_out else joined.compute_outputs(converted_x, operands)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
         arriving = coming.start_conversions(operands)
         x = convert(communicator, x, group.x.forward).wait()
+        ctx.of_x = x.shape, x.dtype
         local = [c.wait() for c in arriving]
         coming.start_next_conversions()
         kept, *others = [s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)]
-        saved = None if rebuild else kept, *others, *sources
+        saved = None if rebuild or group.is_frozen else kept, *others, *sources
         if left_out:
             ctx.save_for_backward(*saved)
             return tuple(map(x.new_empty, left_out))
@@ -106,6 +109,9 @@ class _Einsums(torch.autograd.Function):
         operands, sources = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
         coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
         regathered = ctx.coming.start_conversions(operands, in_backward=True)
+        if group.is_frozen:
+            shape, dtype = ctx.of_x
+            x = gradients[0].new_empty((), dtype=dtype).expand(shape)
         if ctx.compute_again:
             x = ctx.compute_again(*sources)
         if group.regathered:
@@ -131,7 +137,8 @@ class _Einsums(torch.autograd.Function):
         if ctx.deferred is None:
             leaf_gradients = compute_leaf_gradients()
             return *[None] * 6, dx if dx is None else dx.wait(), *leaf_gradients
-        ctx.deferred.append(torch.no_grad()(compute_leaf_gradients))
+        if any(ctx.needs_input_grad[7:]):
+            ctx.deferred.append(torch.no_grad()(compute_leaf_gradients))
         return *[None] * 6, dx if dx is None else dx.wait(), *(None for _ in ctx.leaves)
 
 
@@ -163,8 +170,9 @@ class _JoinedWeights(NamedTuple):
         """Add the gradients of an einsum group's weights and biases to their sums; return a None for each."""
         product = local_einsum_function(("rows", "contracted"), ("rows", "columns"), ("columns", "contracted"))
         rows, shape = x.flatten(0, -2), (gradient.shape[1], self.contracted)
-        self.weights.add_gradients(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
-        if self.biases:
+        if not self.weights.bucket.bucket.frozen:
+            self.weights.add_gradients(lambda into, fresh: product(rows, gradient, into=into.view(shape), fresh=fresh))
+        if self.biases and not self.biases.bucket.bucket.frozen:
             self.biases.add_small_gradients(partial(torch.sum, gradient, 0))
         return [None] * (len(self.weights.names) * (2 if self.biases else 1))
 

@@ -468,10 +468,11 @@ def combine_slots(y: Tensor, weights: Tensor, max_experts_per_token: int) -> Ten
 
 
 class _Rows(torch.autograd.Function):
-    """Autograd function behind `look_up_rows` where the table is a leaf: its gradient is added where that stays."""
+    """Autograd function behind `look_up_rows` where the table is a leaf: its gradient is added where that stays. Rows
+    of a frozen table take a gradient too, as if there were layers below: `anchor` does."""
 
     @staticmethod
-    def forward(ctx, table: Tensor, ids: Tensor):
+    def forward(ctx, table: Tensor, ids: Tensor, anchor: Tensor):
         """Return the rows of the embedding table at `ids`."""
         ctx.table = table
         ctx.save_for_backward(ids)
@@ -482,7 +483,7 @@ class _Rows(torch.autograd.Function):
         """Add the rows' gradient to the sum of the table's gradients, at `ids`."""
         (ids,) = ctx.saved_tensors
         compute_and_add_gradient(ctx.table, partial(_scatter_gradient, ctx.table, ids, gradient))
-        return None, None
+        return None, None, None
 
 
 def _scatter_gradient(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor | None, fresh: bool) -> Tensor:
@@ -498,6 +499,7 @@ def _scatter_gradient(table: Tensor, ids: Tensor, gradient: Tensor, into: Tensor
 def look_up_rows(table: Tensor, ids: Tensor) -> Tensor:
     """Return the rows of an embedding `table` [rows, ...] at the indices `ids`, as a tensor [*ids, ...]."""
     # on a GPU, torch's kernel adds in a fixed order and in fp32
-    if can_accumulate(table) and table.device.type == "cpu":
-        return _Rows.apply(table, ids)
+    frozen = table.is_leaf and not table.requires_grad
+    if frozen or (can_accumulate(table) and table.device.type == "cpu"):
+        return _Rows.apply(table, ids, table.new_empty(0, requires_grad=True) if frozen else table)
     return F.embedding(ids, table.reshape(table.shape[0], -1)).view(*ids.shape, *table.shape[1:])

@@ -31,8 +31,9 @@ class FlatBucket:
     `compute`: parameter name -> the leaf that the forward pass reads, a view of one buffer, which after an update under
     ZeRO-1 and 2 is readable from `gather_parameters` on, and under ZeRO-3 has memory only from `gather_parameters` to
     `release_parameters`. `master`: parameter name -> what of it this rank updates: the block, or what of the flattened
-    block lies in this rank's shard. A bucket of which this rank has nothing has empty tensors. `complete`, if set, is
-    called when all parameters have got a gradient in the backward pass under way.
+    block lies in this rank's shard. A bucket of which this rank has nothing has empty tensors, and a frozen one master
+    copies of dtype `low` and no gradients. `complete`, if set, is called when all parameters have got a gradient in the
+    backward pass under way.
     """
 
     complete: Callable[[FlatBucket], None] | None = None
@@ -42,6 +43,7 @@ class FlatBucket:
         copies in dtype `high`."""
         self.bucket = plan.bucket_of_rank(bucket, communicator.coordinates)
         self._plan, self._communicator = plan, communicator
+        high = low if bucket.frozen else high
         self._low, self._high = low, high
         # gradients are summed where kernels add them; else a pass's are collected in `_coming` first
         self._direct = plan.adds_gradients_into_sums(bucket, communicator.device.type)
@@ -64,8 +66,9 @@ class FlatBucket:
         # for a change of what the forward pass saved.
         self._written = self._whole.data.view(self.bucket.shards, -1)
         views = {name: self._block_view(self._whole, name) for name in self._shapes}
-        self.compute = {name: view.detach().requires_grad_() for name, view in views.items()}
-        own_masters = {name: w.detach().requires_grad_() for name, w in self._master_views(self.masters).items()}
+        trains = not bucket.frozen
+        self.compute = {name: view.detach().requires_grad_(trains) for name, view in views.items()}
+        own_masters = {name: w.detach().requires_grad_(trains) for name, w in self._master_views(self.masters).items()}
         self.master = self.compute if is_one_memory and is_unsharded else own_masters
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
         self._coming: Tensor | None = None  # gradients of the pass under way, where none can be added to `sums` at once
@@ -80,7 +83,8 @@ class FlatBucket:
         self._gathering: CollectiveHandle | ArrivedCollective | None = None
         self.resident = True
         for name, w in self.compute.items():
-            w.register_post_accumulate_grad_hook(_take_leaf_gradient)
+            if trains:
+                w.register_post_accumulate_grad_hook(_take_leaf_gradient)
             setattr(w, _HOME, (ref(self), (name,)))
         self.stretches: list[Tensor] = []  # of `masters`, which the optimizer updates
         self._alone = set(self.master)  # parameters that are in none, and are updated by themselves, or frozen

@@ -364,18 +364,22 @@ class _Summa(torch.autograd.Function):
         if any(e.regathered for e in group.einsums):  # then all einsums: their operands are parameters
             operands = _convert_summa_operands(ctx.communicator, group.einsums, operands)
         splits = _cut_operands_into_panels(ctx.communicator, group, x, operands)
-        dx, *dws = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, *operands))
+        trained = [i for i, e in enumerate(group.einsums) if not e.frozen]
+        contiguous = {"memory_format": torch.contiguous_format}
+        dx, dws = torch.empty_like(x, **contiguous), {i: torch.empty_like(operands[i], **contiguous) for i in trained}
         finish = []
         for t, (xt, *ws) in _iterate_panels(splits, group.panels.count):
             triples = list(zip(group.einsums, gradients, ws, strict=True))
             parts = [local_einsum_function(e.out_dims, e.dims, e.x_dims)(g, w) for e, g, w in triples]
             finish.append(splits[0].reduce_panel(t, torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], dx))
-            for split, (e, g, _), dw in zip(splits[1:], triples, dws, strict=True):
-                finish.append(split.reduce_panel(t, local_einsum_function(e.x_dims, e.out_dims, e.dims)(xt, g), dw))
+            for i, dw in dws.items():
+                e, g, _ = triples[i]
+                product = local_einsum_function(e.x_dims, e.out_dims, e.dims)(xt, g)
+                finish.append(splits[1 + i].reduce_panel(t, product, dw))
         for done in finish:
             done()
-        leaving = [convert(ctx.communicator, w, e.operand.backward) for w, e in zip(dws, group.einsums, strict=True)]
-        return None, None, dx, *(c.wait() for c in leaving)
+        leaving = {i: convert(ctx.communicator, w, group.einsums[i].operand.backward) for i, w in dws.items()}
+        return None, None, dx, *(leaving[i].wait() if i in leaving else None for i in range(len(operands)))
 
 
 def _convert_summa_operands(communicator: Communicator, einsums: Sequence[Einsum], operands: Blocks) -> Blocks:

@@ -237,8 +237,10 @@ def can_accumulate(w: Tensor | None) -> bool:
 
 def compute_and_add_gradient(w: Tensor, compute: Compute) -> None:
     """Compute a gradient of the parameter w, an autograd leaf, and add it to the sum of its gradients in w's bucket,
-    else in `w.grad`. `compute(memory, fresh)` adds the gradient to `memory`, overwrites it if `fresh`, or returns it in
-    new memory if `memory` is None."""
+    else in `w.grad`; a frozen one has none. `compute(memory, fresh)` adds the gradient to `memory`, overwrites it if
+    `fresh`, or returns it in new memory if `memory` is None."""
+    if not w.requires_grad:
+        return
     if home := find_bucket_of_leaf(w):
         bucket, name = home
         if bucket.here:
@@ -252,7 +254,10 @@ def compute_and_add_gradient(w: Tensor, compute: Compute) -> None:
 
 
 def add_local_gradient_sum(w: Tensor, compute_total: Callable[..., Tensor]) -> None:
-    """Add to the leaf w's gradient a small tensor that `total(dtype=...)` computes, such as a bias's row sum."""
+    """Add to the leaf w's gradient, unless it is frozen, a small tensor that `total(dtype=...)` computes, such as a
+    bias's row sum."""
+    if not w.requires_grad:
+        return
     if home := find_bucket_of_leaf(w):
         bucket, name = home
         if bucket.here:
@@ -278,6 +283,9 @@ AddPart = Callable[[Callable[[Tensor, bool], None]], None]
 def open_gradient_adder(w: Tensor) -> Iterator[AddPart]:
     """Yield a function that adds a part of one gradient of the parameter w, an autograd leaf, as `compute(memory,
     fresh)` of `compute_and_add_gradient` does; the gradient counts as computed when the context ends."""
+    if not w.requires_grad:
+        yield lambda compute: None
+        return
     home = find_bucket_of_leaf(w)
     memory, fresh = home[0].gradient_memory(home[1]) if home else (w.grad, False)
     if memory is None:

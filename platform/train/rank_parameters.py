@@ -60,13 +60,14 @@ class RankWeights:
         self._plan, self._overlap = plan, overlap
         low, high = DTYPES[plan.precision]
         self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
+        self._trained = [flat for flat in self.buckets if not flat.bucket.frozen]
         for flat in self.buckets:
             flat.complete = self._reduce_complete_bucket
             for p in flat.bucket.parameters if flat.here and seed is not None else ():
                 master = flat.master[p.name]
                 sharded = flat.bucket.sharded
                 shape = plan.block_shape(p, communicator.coordinates)
-                block = torch.empty(shape, dtype=high, device=master.device) if sharded else master
+                block = torch.empty(shape, dtype=master.dtype, device=master.device) if sharded else master
                 initialise(plan, communicator, p, seed, block)
                 flat.fill_parameter(p.name, block)
         by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
@@ -82,7 +83,7 @@ class RankWeights:
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
-        self._users = [{c.number for c in plan.chunks if c.parameter_names & f.compute.keys()} for f in self.buckets]
+        self._users = [{c.number for c in plan.chunks if c.parameter_names & f.compute.keys()} for f in self._trained]
 
     def _build_residency(self, communicator: Communicator) -> ParameterResidency:
         """Construct the Residency that gathers this rank's ZeRO shards for each span of the stage's model chunks, in
@@ -132,7 +133,7 @@ class RankWeights:
 
     def _reduce_complete_bucket(self, flat: FlatBucket) -> None:
         """Start reducing a bucket's gradients over ranks, now complete on this rank, if no later pass adds more."""
-        if self._early and (flat.bucket.zero >= 2 or not self._left & self._users[self.buckets.index(flat)]):
+        if self._early and (flat.bucket.zero >= 2 or not self._left & self._users[self._trained.index(flat)]):
             self._reduce_bucket(flat)
 
     def _reduce_bucket(self, flat: FlatBucket) -> None:
@@ -152,11 +153,11 @@ class RankWeights:
         if is_last_pass:
             self._left.discard(chunk)
         if not is_complete:
-            for flat, users in zip(self.buckets, self._users, strict=True):
+            for flat, users in zip(self._trained, self._users, strict=True):
                 if flat.here and chunk in users:
                     flat.end_input_gradient_pass()
             return
-        for flat, users in zip(self.buckets, self._users, strict=True):
+        for flat, users in zip(self._trained, self._users, strict=True):
             if flat.here and chunk in users:
                 if not flat.launched and (flat.bucket.zero >= 2 or (is_last_pass and not self._left & users)):
                     self._reduce_bucket(flat)
@@ -167,7 +168,7 @@ class RankWeights:
     def finish_reductions(self) -> dict[str, Tensor]:
         """Wait until a training step's gradients are reduced; return them, flat, by the bucket's first parameter."""
         self._reducing.clear()
-        local_buckets = [flat for flat in self.buckets if flat.here]
+        local_buckets = [flat for flat in self._trained if flat.here]
         for flat in local_buckets:
             flat.start_final_reduction()
         return {next(iter(flat.compute)): flat.finish_reduction() for flat in local_buckets}

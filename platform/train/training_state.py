@@ -55,8 +55,9 @@ from platform.weights.importing import InitialWeights, open_initial_weights
 def list_state_tensors(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     """Return all tensors of a run's training state under `plan`, with the ranks that keep them, and the `moments`."""
     dtype = DTYPES[plan.precision][1]
-    masters = list_held_tensors(plan, "model", dtype)  # moments are laid out like them
-    trained = [h for h in masters if _parameter_of(h) not in plan.frozen]
+    low, weights = str(DTYPES[plan.precision][0]).removeprefix("torch."), list_held_tensors(plan, "model", dtype)
+    masters = [replace(h, dtype=low) if _parameter_of(h) in plan.frozen else h for h in weights]
+    trained = [h for h in masters if _parameter_of(h) not in plan.frozen]  # moments are laid out like them
     held_moments = [held for kind in moments for held in _list_held_moments(plan, kind, trained)]
     return [*masters, *list_held_states(plan, dtype), *held_moments]
 

@@ -22,7 +22,7 @@ def check_held(trainer: Trainer) -> None:
         have = weights.master[p.name].numel() if p.name in weights.master else 0
         assert have == stop - start, f"rank {rank} holds {have} elements of {p.name}, planned are {start} to {stop}"
     here = [flat for flat in weights.buckets if flat.here]
-    masters = sum(flat.masters.numel() for flat in here)
+    masters = sum(flat.masters.numel() for flat in here if not flat.bucket.frozen)
     kept = sum(flat.part.numel() * (1 if flat.bucket.has_sharded_weights else flat.bucket.shards) for flat in here)
     frozen = sum(w.numel() for name, w in weights.own_masters.items() if name in plan.frozen)
     counted = masters, kept, frozen

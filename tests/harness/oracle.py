@@ -268,11 +268,15 @@ def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
 
 
 def assemble(
-    plan: Plan, results: Sequence[Result], pick: Callable[[Result], Mapping[str, Tensor]]
+    plan: Plan, results: Sequence[Result], pick: Callable[[Result], Mapping[str, Tensor]], trained: bool = False
 ) -> dict[str, Tensor]:
-    """Whole tensors from what all ranks hold, without padding. Raises AssertionError where replicas disagree."""
+    """Whole tensors from what all ranks hold, without padding; of `trained` parameters alone, where others have none.
+    Raises AssertionError where replicas disagree."""
     out = {}
     for p in plan.parameters:
+        if trained and p.name in plan.frozen:
+            assert not any(p.name in pick(r) for r in results), f"{p.name} is frozen"
+            continue
         padded = [plan.planner.tensor_sizes(p)[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
@@ -311,7 +315,7 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
         **({"average": (lambda r: r.averages, 1e-10, 1e-10 * lr)} if expected.averages else {}),
     }
     for what, (pick, relative, absolute) in parts.items():
-        found, wanted = assemble(plan, results, pick), pick(expected)
+        found, wanted = assemble(plan, results, pick, trained=what == "gradient"), pick(expected)
         for name, value in found.items():
             whole = wanted[name][tuple(slice(n) for n in value.shape)]  # a large vocab is padded on one worker too
             error = (value - whole).abs().max()
@@ -341,11 +345,12 @@ _serial: dict[str, Result] = {}
 def serial(c: Config) -> Result:
     """One process: the same model, batch and optimizer without any parallelism. Computed once per model."""
     loss = c.train.loss, c.train.loss_settings
-    key = repr((c.model, c.train.global_batch, loss, c.data.objective, c.optimizer, c.seed))
+    key = repr((c.model, c.train.global_batch, loss, c.train.freeze, c.data.objective, c.optimizer, c.seed))
     if key not in _serial:
         one = configure(global_batch=c.train.global_batch, microbatch=c.train.global_batch)
         one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
         (one.train.loss, one.train.loss_settings), one.data.objective = loss, c.data.objective
+        one.train.freeze = c.train.freeze
         _serial[key] = run(one)[1][0]
     return _serial[key]
 

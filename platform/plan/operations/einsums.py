@@ -45,11 +45,15 @@ class _Products(Op):
             enter_operand = c.inputs[1]
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
-            einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, regathers or lends)
+            again = regathers or lends
+            einsum = Einsum(
+                index, x.dims, operand.dims, out.dims, enter_operand, c.output, again, planner.is_frozen(operand)
+            )
             grouped.setdefault((c.inputs[0], c.compute.restrict_dims(x.dims), out.dtype), []).append((einsum, c))
         groups, collectives = [], []
         for (enter_x, *_), entries in grouped.items():
-            group = EinsumGroup(enter_x, tuple(einsum for einsum, _ in entries), regathered=regathers)
+            einsums = tuple(einsum for einsum, _ in entries)
+            group = EinsumGroup(enter_x, einsums, regathered=regathers and not all(e.frozen for e in einsums))
             if planner.scheme.gathered == "panels":
                 group = _split_into_panels(group, planner.mesh) or group
             groups.append(group)
@@ -203,26 +207,26 @@ def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ..
     compute."""
     collectives = planner.collectives_of_conversion(group.x, group.regathered)
     if panels := group.panels:
-        collectives += _list_panel_collectives(planner, panels, panels.x_axes, group.x, only)
+        collectives += _list_panel_collectives(planner, panels, panels.x_axes, group.x, only, frozen=False)
     for e in group.einsums:
         collectives += planner.collectives_of_conversion(e.operand, e.regathered)
         if panels:
-            collectives += _list_panel_collectives(planner, panels, panels.operand_axes, e.operand, only)
+            collectives += _list_panel_collectives(planner, panels, panels.operand_axes, e.operand, only, e.frozen)
         collectives += planner.collectives_of_conversion(e.output)
     return collectives
 
 
 def _list_panel_collectives(
-    planner: Planner, panels: Panels, axes: tuple[str, ...], operand: Conversion, only: tuple[str, ...]
+    planner: Planner, panels: Panels, axes: tuple[str, ...], operand: Conversion, only: tuple[str, ...], frozen: bool
 ) -> list[Collective]:
     """Return the collectives by which SUMMA passes one operand of a group, split over `axes`, around in panels: each
-    panel is broadcast in both passes, and its gradient is reduced. `operand`: its remaining conversion; `only`: the
-    axes at whose index 0 alone ranks compute."""
+    panel is broadcast in both passes, and its gradient is reduced, unless it is `frozen`. `operand`: its remaining
+    conversion; `only`: the axes at whose index 0 alone ranks compute."""
     if not axes:
         return []
     elements = panels.panel_elements(prod(operand.after), axes, planner.mesh)
     cuts = tuple(cut for _, cut in operand.cuts[1])
-    kinds = [("broadcast", "forward"), ("broadcast", "backward"), ("reduce", "backward")]
+    kinds = [("broadcast", "forward"), ("broadcast", "backward"), *([] if frozen else [("reduce", "backward")])]
     collectives = [Collective(op, axes, elements, "compute", phase, only, 0, cuts) for op, phase in kinds]
     return [c for c in collectives for _ in range(panels.count)]
 
@@ -234,22 +238,18 @@ def meter_converted_group(
     gather, multiply, add `biases`, convert the results; return them, of the types `outs` if they may be left out.
     `scaled`: gradients of operands are products of a multiple of x, and if reduced, added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
-    einsums = group.einsums
-    converted_operands = ops.operands(use, group, operands)
-    converted_x = ops.relayout_forward(x, group.x)
+    einsums, converted_operands = group.einsums, ops.operands(use, group, operands)
+    converted = ops.relayout_forward(x, group.x), *converted_operands
     ops.ahead.start_next_gathers(use)
     adjacent = [_are_adjacent_in_bucket(ops, values) for values in (operands, biases) if values]
     joined = group.can_join_operands and all(adjacent)
-    left_out = planned.once and ops.ahead.again
-    converted = converted_x, *converted_operands
-    group_results = (
-        [ops.block(o) for o in outs] if left_out else _meter_einsum_results(ops, planned, group, converted, joined)
-    )
+    left_out = planned.once and ops.ahead.again and [ops.block(o) for o in outs]
+    group_results = left_out or _meter_einsum_results(ops, planned, group, converted, joined)
     stored, rebuild = [x, *operands], x.rebuild if planned.rebuilds_input(group) and not ops.wholly else None
     saved = _list_saved_storages(group, stored, converted, rebuild)
-    widths, lengths = [w.elements for w in stored], [y.elements for y in group_results]
-    width, *sizes = [w.elements for w in converted]
+    widths, lengths, (width, *sizes) = ([v.elements for v in values] for values in (stored, group_results, converted))
     keys, added = [w.key for w in (*operands, *biases)], [b.elements for b in biases]
+    trains = any(map(ops.takes_gradient, (*operands, *biases)))
 
     def meter_operand_gradients(held: tuple) -> Gradients:
         """Count the memory of the gradients of operands and biases, in place where possible."""
@@ -271,8 +271,10 @@ def meter_converted_group(
         local = [ops.relayout_backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
-        regathered_operands = ops.operands(use, group, stored, back=True)
-        x = rebuild.allocate() if rebuild else saved[0]
+        regathered_operands, x = (
+            ops.operands(use, group, stored, back=True),
+            rebuild.allocate() if rebuild else saved[0],
+        )
         x = ops.relayout_forward(Value(x, widths[0]), group.x).storage if group.regathered else x
         ops.ahead.start_next_gathers(use, in_backward=True)
         if joined and (ops.wholly or JOINS_GRADIENTS.get(ops.device, True)):  # read until the pass is done
@@ -280,9 +282,10 @@ def meter_converted_group(
         x_gradient = _meter_operand_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
         dx = ops.relayout_backward(x_gradient, width, group.x)
         if deferred is None:
-            return [dx, *meter_operand_gradients((x, local))]
+            return [dx, *(meter_operand_gradients((x, local)) if trains else (None for _ in keys))]
         del regathered_operands, x_gradient
-        deferred.append(partial(meter_operand_gradients, (x, local)))
+        if trains:
+            deferred.append(partial(meter_operand_gradients, (x, local)))
         return [dx, *(None for _ in keys)]
 
     ops.note_operation(group_results, [x, *operands, *biases], saved, meter_backward)
@@ -294,7 +297,7 @@ def _list_saved_storages(group: EinsumGroup, stored: Sequence[Value], converted:
     regathered = [group.regathered, *(e.regathered for e in group.einsums)]
     choices = zip(stored, converted, regathered, strict=True)
     kept, *others = [(s if again else t).storage for s, t, again in choices]
-    return (None, *others, *rebuild.kept) if rebuild else (kept, *others)
+    return (None, *others, *rebuild.kept) if rebuild else (None if group.is_frozen else kept, *others)
 
 
 def _meter_einsum_results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
@@ -349,9 +352,10 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
 
     def meter_backward(gs: Gradients, saved: Saved) -> Gradients:
         """Count the memory of the gradients of x and the operands, a panel at a time."""
-        dx, *dws = (ops.new(n) for n in (width, *sizes))
+        dx, *dws = (ops.new(n) for n in (width, *(0 if e.frozen else n for n, e in zip(sizes, einsums, strict=True))))
         ops.new(panel_elements * (panels.count + 1))  # parts of all panels until reduced, and the last panel
-        return [dx, *(ops.relayout_backward(w, n, e.operand) for w, n, e in zip(dws, sizes, einsums, strict=True))]
+        gradients = zip(dws, sizes, einsums, strict=True)
+        return [dx, *(None if e.frozen else ops.relayout_backward(w, n, e.operand) for w, n, e in gradients)]
 
     ops.note_operation(panel_results, [x, *operands], (x.storage, *(w.storage for w in kept_operands)), meter_backward)
     return panel_results

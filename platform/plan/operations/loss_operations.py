@@ -129,7 +129,8 @@ class LinearCrossEntropyOp(Op):
         at_once = computes_gradients_in_forward(planned_product, planned_loss, n, columns, width, wide)
         if not (x.elements and ops.deferred is None and at_once):
             return _meter_kept_logits(ops, planned_product, x, weight, bias_values, spec)
-        gradients = ops.new(x.elements), ops.new(weight.elements, ops.wide), *(ops.new(v.elements) for v in bias_values)
+        columns_gradient = ops.new(weight.elements * ops.takes_gradient(weight), ops.wide)
+        gradients = ops.new(x.elements), columns_gradient, *(ops.new(v.elements) for v in bias_values)
         chunk = ops.new(loss_chunk_rows(n, columns) * columns)
         meter_loss_statistics(ops, n, columns)
         del chunk
