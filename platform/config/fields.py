@@ -43,6 +43,7 @@ from platform.config.groups import (
     Run,
     Tensor,
     Train,
+    Tune,
 )
 from platform.config.key import Key, describe_type, key
 from platform.plan.model_types import CROSS_ENTROPY, PAIR_LOSSES
@@ -75,6 +76,7 @@ class Config:
     )  # fmt: skip
     loss_scale: LossScaling = field(default_factory=LossScaling)
     train: Train = field(default_factory=Train)
+    tune: Tune = field(default_factory=Tune, metadata={"planned": True})
     model: Model = field(default_factory=Model, metadata={"planned": True})
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer, metadata={"identity": "free"})

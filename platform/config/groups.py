@@ -1,5 +1,5 @@
 """Groups of keys, one dataclass each: data, execution (run, checkpoint, resume, elastic, cluster, plan, monitor), mesh
-(parallel, tensor, branch, pipeline), model, optimizer, and training (train, loss_scale, eval)."""
+(parallel, tensor, branch, pipeline), model, optimizer, and training (train, tune, loss_scale, eval)."""
 
 from __future__ import annotations
 
@@ -652,6 +652,21 @@ class Train:
     deterministic: bool = key(False, "a step done again is equal in every bit; what cannot be is refused")
     loss_settings: dict[str, Any] = declare_user_settings_key("loss", identity="free")
     on_spike: str = key("rollback", "at a spike or non-finite number: redo, skip or stop", ("rollback", "skip", "stop"))
+
+
+@dataclass
+class Tune:
+    """Adapters beside the weights of a model, which stay as they are."""
+
+    kind: str = fixed_key("none", "what is trained: the weights, or low-rank adapters of some (LoRA)", ("none", "lora"))
+    rank: int = fixed_key(16, "tune=lora: inner size of an adapter", ">= 1", most=10**5)
+    alpha: float = fixed_key(32.0, "tune=lora: an adapter's product is times this / tune.rank", "> 0", most=1e6)
+    rslora: bool = fixed_key(False, "tune=lora: times tune.alpha / sqrt(tune.rank)")
+    targets: list[str] = fixed_key(
+        ["attention.*", "mlp.*"], "tune=lora: weights with an adapter, by the last parts of their names, or patterns",
+        pattern=r"[\w.*?\[\]!-]+", constraint="must be the last part of a parameter's name, or a pattern",
+    )  # fmt: skip
+    dropout: float = free_key(0.0, "tune=lora: share of an adapter's input that is dropped in training", ">= 0 and < 1")
 
 
 @dataclass

@@ -30,6 +30,7 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("model.source_length", _ORDER),
     ("model.", "the saved tensors are another model's"),
     ("train.freeze", "the saved moments belong to other weights"),
+    ("tune.", "the saved adapters are others"),
     ("train.ema", "the saved averages are others"),
     ("", _ORDER),
 )
@@ -42,7 +43,8 @@ def run_identity(config: Config) -> dict[str, Any]:
     values = config.to_dict()
     data = {k: v for k, v in values["data"].items() if KEYS[f"data.{k}"].identity != "none"}
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
-    train = {f"train.{k}": v for k, v in values["train"].items() if KEYS[f"train.{k}"].identity}
+    flat = ((group, k, v) for group in ("train", "tune") for k, v in values[group].items())
+    train = {f"{group}.{k}": v for group, k, v in flat if KEYS[f"{group}.{k}"].identity}
     optimizer = {k: v for k, v in values["optimizer"].items() if KEYS[f"optimizer.{k}"].identity != "none"}
     first = {"model": values["model"], "data": data, "seed": config.seed}
     return redact_secrets({**first, **train, "train.loss": training_loss_name(config), "optimizer": optimizer})

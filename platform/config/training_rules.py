@@ -15,6 +15,7 @@ from platform.config.fields import (
     Config,
     Data,
     Model,
+    Tune,
     is_open_key,
     training_loss_name,
     training_objective_name,
@@ -350,6 +351,18 @@ def _violations_of_offload(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "recompute_offload", constraint, [False])
 
 
+def _violations_of_tuning(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each key of adapters that nothing reads without them, and for patterns of frozen weights
+    beside them: they leave all weights as they are."""
+    if config.tune.kind != "none":
+        if config.train.freeze:
+            yield violation_of_key(config, "train.freeze", f"tune={config.tune.kind} trains adapters alone", [[]])
+        return
+    for name, default in vars(Tune()).items():
+        if getattr(config.tune, name) != default:
+            yield violation_of_key(config, f"tune.{name}", "tune=none has no adapters", [default, "tune=lora"])
+
+
 TRAIN_RULES = (
     _violations_of_offload,
     _violations_of_batch_ramp,
@@ -360,6 +373,7 @@ TRAIN_RULES = (
     _violations_of_stop_step,
     _violations_of_verify_every,
     _violations_of_loss_scale,
+    _violations_of_tuning,
 )
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
+from platform.plan.adapters import adapter_sizes, list_adapter_parameters
 from platform.plan.chunks import Chunk, RecordableModel, RecordedChunk
 from platform.plan.layout import Layout, Mesh, pad_to_multiple
-from platform.plan.model_types import NO_RECOMPUTATION, Parameter, Spec
+from platform.plan.model_types import NO_RECOMPUTATION, Adapter, Parameter, Spec
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.plan import Plan
@@ -150,7 +151,8 @@ def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Pl
     """Plan a pass of generation as `plan_pass` does, for all pipeline stages together."""
     last, ranks = plan.chunks[-1], plan.mesh.count_ranks([axis for axis, _ in plan.scheme.context])
     lying = {p.name: plan.layout(p) for p in (*plan.parameters, *plan.states)}
-    parameters = tuple(p for p in model.parameters() if not p.is_state)
+    of_adapters = list_adapter_parameters(plan.adapters)
+    parameters = (*(p for p in model.parameters() if not p.is_state), *of_adapters)
     if HEAD not in last.units:
         raise ModelMistake(type(model).__name__, f"its last unit is not called {HEAD}, and gives no logits")
 
@@ -161,10 +163,11 @@ def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Pl
         which ranks that share these may `split`, from the activations `flow`, which their results replace."""
         scheme = generation_scheme(plan.scheme, shape.shared, split)
         pass_sizes = {"memory_length": shape.capacity, **model.sizes, "length": tokens, "batch": shape.batch}
+        pass_sizes |= adapter_sizes(plan.adapters)
         pass_sizes |= {"slots": tokens} if "slots" in pass_sizes else {}  # whatever tokens it has, a pass drops none
         padded = {**pass_sizes, "vocab": plan.planner.sizes["vocab"]}
         planner = PassPlanner(plan.mesh, scheme, padded, {}, frozen=plan.planner.frozen, lying=lying)
-        chunks = tuple(_plan_chunk(planner, model, shape, flow, *part) for part in parts)
+        chunks = tuple(_plan_chunk(planner, model, shape, flow, plan.adapters, *part) for part in parts)
         fields: dict[str, Any] = {"planner": planner, "microbatches": 1, "sequences": shape.batch, "sizes": pass_sizes}
         fields |= {"parameters": parameters, "chunks": chunks, "mlp_chunks": 1, "warnings": ()}
         return replace(plan, recompute=NO_RECOMPUTATION, **fields)
@@ -217,13 +220,14 @@ def _plan_chunk(
     model: RecordableModel,
     shape: PassShape,
     flow: dict[str, Any],
+    adapters: Mapping[str, Adapter],
     number: int,
     stage: int,
     units: Sequence[str],
 ) -> Chunk:
     """Record and plan one model chunk of a pass that generates text: its `number`, pipeline `stage` and `units`.
-    `flow`: the activations that it receives by name, replaced in place by its results."""
-    ops = Recorder(planner.scheme, sizes=planner.sizes, cache=KeyValueCache(shape.capacity))
+    `flow`: the activations that it receives by name, replaced in place by its results; `adapters`: the plan's."""
+    ops = Recorder(planner.scheme, sizes=planner.sizes, cache=KeyValueCache(shape.capacity), adapters=adapters)
     receives = tuple((name, x.spec) for name, x in flow.items() if x is not None)
     absent = {name: x for name, x in flow.items() if x is None}
     inputs = {name: name for name in (*model.inputs, "positions", "begins") if name != "labels"}

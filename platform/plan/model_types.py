@@ -64,8 +64,8 @@ class Parameter:
     `role` selects the scheme's layout: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
     of d_model. Two more are states, which a step's load of experts updates in place of a gradient, whole on every rank
     of their stage and in the type of master copies: `choice` is a bias for the choice of experts, `load` their load in
-    the step before, 1 where it is even. `init` is zeros, ones or normal (with `std`). `decay`: weight decay applies.
-    `sizes` as in Spec. `turned`: its initial values are drawn with its last dim first.
+    the step before, 1 where it is even. `init` is zeros, ones, normal or uniform (with `std`). `decay`: weight decay
+    applies. `sizes` as in Spec. `turned`: its initial values are drawn with its last dim first.
     """
 
     name: str
@@ -86,7 +86,8 @@ class Parameter:
     @property
     def num_row_dims(self) -> int:
         """Return how many dims come before the columns of a matrix: its rows, and what numbers matrices."""
-        return len(self.dims) - 1 if self.role == "in" else self.num_stack_dims + 1
+        in_last = RANK in self.dims[-1:] or (self.role == "in" and RANK not in self.dims)
+        return len(self.dims) - 1 if in_last else self.num_stack_dims + 1
 
     def shape_as_matrices(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Return (number, rows, columns) of the matrices in a block of `shape`: outputs are rows, inputs columns."""
@@ -97,6 +98,20 @@ class Parameter:
     def is_state(self) -> bool:
         """Return True if the routing of a step updates this parameter, in place of a gradient."""
         return self.role in STATES
+
+
+RANK = "rank"  # the narrow dim of adapters
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapter of a parameter: its matrices `down` and `up`, the `scale` of their product, and the `dropout` of its
+    input (`platform.plan.adapters`)."""
+
+    down: Parameter
+    up: Parameter
+    scale: float
+    dropout: float = 0.0
 
 
 Tensor = Spec | Parameter  # of a plan

@@ -13,6 +13,7 @@ from platform.plan.layout import Layout, Mesh, Stretch, is_at_index_zero, locate
 from platform.plan.model_types import (
     NO_RECOMPUTATION,
     WIDE_STATES,
+    Adapter,
     Operation,
     Parameter,
     Recompute,
@@ -52,6 +53,7 @@ class Plan:
     `matrices`: names of the parameters whose updates are made of whole matrices, which are gathered for it (Muon).
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `stored`: how the optimizer's states lie in memory between updates.
+    `adapters`: by the name of what they adapt; their matrices are among `parameters`.
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
     `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
@@ -80,6 +82,7 @@ class Plan:
     mlp_chunks: int = 1
     bucket_mib: int = BUCKET_MIB
     warnings: tuple[str, ...] = ()
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     shorter: Mapping[int, Plan] = field(default_factory=dict)
 
     @cached_property

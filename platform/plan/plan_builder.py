@@ -8,10 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any
 
+from platform.plan.adapters import adapter_sizes, list_adapter_parameters
 from platform.plan.chunks import Chunk, RecordableModel, RecordedChunk, record_chunks
 from platform.plan.layout import Mesh, pad_to_multiple
-from platform.plan.model_types import AUTO, NO_RECOMPUTATION, PLAIN, LabelLoss, Operation, Parameter, Recompute, Spec
+from platform.plan.model_types import (
+    AUTO,
+    NO_RECOMPUTATION,
+    PLAIN,
+    RANK,
+    Adapter,
+    LabelLoss,
+    Operation,
+    Parameter,
+    Recompute,
+    Spec,
+)
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.recorder import IllegalPlan, Recorder, message_of_illegal_operation, violations_of_layouts
 from platform.plan.operations.registry import OPERATIONS, count_flops
@@ -45,7 +59,6 @@ def build_plan(
     microbatches: int,
     sequences: int | None = None,
     stage_of: Sequence[int] = (0,),
-    scatter_gather: bool = True,
     recompute: Recompute = NO_RECOMPUTATION,
     mlp_chunks: int = 1,
     precision: str = "fp32",
@@ -54,23 +67,24 @@ def build_plan(
     fused_dropout: bool = False,
     attention_kernel: str = AUTO,
     loss: LabelLoss = PLAIN,
-    turns: bool = False,
     parts: Sequence[Sequence[str]] = (),
     frozen: Sequence[str] = (),
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    **more: Any,
 ) -> Plan:
     """Build the plan of a run: record the model's forward pass in chunks, and plan every operation under `scheme`.
 
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
-    stage of every chunk; `parts`: the units of every chunk, () divides the model by cost. `scatter_gather`,
-    `recompute`, `mlp_chunks`, `precision`, `turns`: as in Plan. `zero`: the stage of ZeRO (Rajbhandari et al. 2020),
-    which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2 gradients too, 3 also parameters.
-    `frozen`: names of parameters that take no gradient. Raises ModelMistake, and IllegalPlan with all violations.
+    stage of every chunk; `parts`: the units of every chunk, () divides the model by cost. `recompute`, `mlp_chunks`,
+    `precision`, `adapters`, `more`: as in Plan; `frozen`: names of parameters that take no gradient. `zero`: the stage
+    of ZeRO (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2
+    gradients too, 3 also parameters. Raises ModelMistake, and IllegalPlan with all violations.
     """
     mesh = Mesh.arrange_axes({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
-    parameters, sizes = _read_declarations(model, microbatch * data)
+    parameters, sizes = _read_declarations(model, microbatch * data, adapters)
     options = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
-    recorder = partial(Recorder, *options, sizes=sizes, leaves_out=mlp_chunks == 1)  # else computed again
+    recorder = partial(Recorder, *options, sizes=sizes, adapters=adapters, leaves_out=mlp_chunks == 1)
     recorded = _record_model(model, recorder, len(stage_of), parameters, parts)
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     start = Planner(mesh, scheme, _pad_vocab(sizes, scheme, mesh), {}, frozen=tuple(frozen))
@@ -90,24 +104,26 @@ def build_plan(
         states=tuple(p for p in parameters if p.is_state),
         sharded=sharded,
         zero=zero if sharded else 0,
-        turns=turns,
-        scatter_gather=scatter_gather,
         recompute=recompute,
         mlp_chunks=mlp_chunks,
+        adapters=adapters,
+        **more,
     )
     return replace(plan, warnings=tuple(_warnings_of_repeated_work(mesh, plan.operations, sizes)))
 
 
-def _read_declarations(model: RecordableModel, batch: int) -> tuple[tuple[Parameter, ...], dict[str, int]]:
-    """Return the parameters that a model declares, checked, and the global sizes of all its dims, of which `batch` is
-    the size of one microbatch of all replicas. Raises ModelMistake."""
+def _read_declarations(
+    model: RecordableModel, batch: int, adapters: Mapping[str, Adapter]
+) -> tuple[tuple[Parameter, ...], dict[str, int]]:
+    """Return the parameters of a model and of its `adapters`, checked, and the global sizes of all dims; `batch`: one
+    microbatch of all replicas. Raises ModelMistake."""
     with raise_model_mistakes(model):
         parameters, own_sizes = tuple(model.parameters()), dict(model.sizes)
     if "length" not in own_sizes:
         raise ModelMistake("length", "the model's sizes lack it", place=definition_place(model))
     sizes = {"memory_length": own_sizes["length"], **own_sizes, "batch": batch}
     check_parameters(parameters, model, sizes)
-    return parameters, sizes
+    return (*parameters, *list_adapter_parameters(adapters)), {**sizes, **adapter_sizes(adapters)}
 
 
 def _record_model(
@@ -256,10 +272,12 @@ def forget_planned() -> None:
 
 def _warnings_of_repeated_work(mesh: Mesh, operations: PlannedOperations, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yield one warning for the plan per set of mesh axes that splits no dim of some einsums, so that every rank along
-    these axes repeats the same work. `operations` by (kind, name); `sizes`: global sizes of dims."""
+    these axes repeats the same work. `operations` by (kind, name), of which small adapters are not judged; `sizes`:
+    global sizes of dims."""
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for o in operations.values():
-        if count_flops(o.operation, sizes):
+        large = not any(RANK in p.dims for p in o.operation.parameters)
+        if large and count_flops(o.operation, sizes):
             if unused := mesh.order_axes(a for a in mesh.axes if a not in ("stage", *o.compute_axes, *o.only)):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
     for unused, operation_names in names.items():

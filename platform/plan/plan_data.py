@@ -15,7 +15,16 @@ from typing import Any
 
 from platform.plan.chunks import Chunk
 from platform.plan.layout import Cut, Layout, Mesh
-from platform.plan.model_types import Operation, Parameter, Recompute, RotaryScaling, Router, Spec, StoredStates
+from platform.plan.model_types import (
+    Adapter,
+    Operation,
+    Parameter,
+    Recompute,
+    RotaryScaling,
+    Router,
+    Spec,
+    StoredStates,
+)
 from platform.plan.operation_plan import Collective, Einsum, EinsumGroup, Panels, PlannedOperation
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
@@ -25,11 +34,11 @@ from platform.plan.step_collectives import communication
 
 # Word in the data -> class. Digests are of these words: another name of a class changes none.
 _CLASSES: dict[str, type] = {
-    "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion, "Cut": Cut, "Einsum": Einsum,
-    "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation, "Panels": Panels,
-    "Parameter": Parameter, "Plan": Plan, "PlannedOperation": PlannedOperation, "Planner": Planner, "Recompute":
-    Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec, "Step": RelayoutStep,
-    "StoredStates": StoredStates,
+    "Adapter": Adapter, "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion, "Cut": Cut,
+    "Einsum": Einsum, "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation,
+    "Panels": Panels, "Parameter": Parameter, "Plan": Plan, "PlannedOperation": PlannedOperation, "Planner": Planner,
+    "Recompute": Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec,
+    "Step": RelayoutStep, "StoredStates": StoredStates,
 }  # fmt: skip
 _WORDS = {part: word for word, part in _CLASSES.items()}
 _FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _WORDS}

@@ -304,7 +304,7 @@ def _next_loan(
     return None
 
 
-INITS = ("normal", "zeros", "ones")
+INITS = ("normal", "uniform", "zeros", "ones")
 
 
 class ModelMistake(ValueError):

@@ -45,9 +45,9 @@ from platform.predict.work import (
     MatrixProduct,
     accesses_to_rebuild,
     attention_flops,
+    even_sent_share,
     even_share_of_planned_rows,
     even_share_of_planned_rows_of_spec,
-    even_sent_share,
     list_group_products,
 )
 

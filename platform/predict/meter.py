@@ -64,7 +64,7 @@ class MemoryMeter(Ops):
         rate, `ahead`: parameters are gathered one matrix product ahead, see `Ahead`; `compiles`: "functions" if small
         functions are compiled (train.compile), "blocks" if whole blocks are too, where they can be."""
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
-        self.device = device
+        self.device, self.adapters = device, plan.adapters
         self.compiles_functions, self.wholly = bool(compiles), False
         self._reasons_against_whole: Sequence[Mapping[str, str]] = [
             reasons_against_whole_blocks(plan, device, dropout, splits_weight_gradients=splits)

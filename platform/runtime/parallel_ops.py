@@ -90,7 +90,7 @@ class ParallelOps(Ops):
         """Construct one rank's executor of a plan's operations on tensors; `dropout`: probability that an element is
         dropped."""
         self.plan, self.communicator, self.tensors = plan, communicator, tensors
-        self.dropout_rate = dropout
+        self.dropout_rate, self.adapters = dropout, plan.adapters
         self.compiler: Region | None = compile_region if compiles else None
         self.position = PassPosition()
         self.deferred: Deferred | None = None  # collects weight gradient computations that a schedule runs later
@@ -99,7 +99,6 @@ class ParallelOps(Ops):
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
         # what a plan may name in its place
         self.losses: Mapping[str, TokenLoss | PairLoss | None] = {CROSS_ENTROPY: None}
-        self.inputs: Mapping[str, Mapping[tuple[str, str], Tensor]] = {}  # data tensors of the pass, by operation
         self.residency: ParameterResidency | None = None  # of parameters that are gathered for each block
         self.ahead = ParameterPrefetcher(plan, self._start_conversion, ahead)
         self.watched: ActivationWatch | None = None  # sums up the activations of training steps that are followed
@@ -409,7 +408,7 @@ class ParallelOps(Ops):
         """Return the labels of a planned cross_entropy, with the data of pairs or, in training, weights of labels."""
         use, names = (planned.operation.kind, planned.operation.name), (LABEL_WEIGHTS, PAIRED, REFERENCES)
         is_used = self.position.training or is_paired(planned.operation)
-        more = [self.inputs.get(name, {}).get(use) if is_used else None for name in names]
+        more = [self.position.inputs.get(name, {}).get(use) if is_used else None for name in names]
         weights, answers, references = (x if x is None else x.flatten() for x in more)
         return Targets(labels[use].flatten(), weights, answers, references, labels[use].shape[1])
 
@@ -428,17 +427,17 @@ class ParallelOps(Ops):
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
-    """Fill this rank's block of the parameter `p`, the tensor `out`, with its initial values (normal, zeros or ones).
-    They depend on seed, parameter name and global element alone, so that the model is the same under every plan. `seed`
-    None leaves `out` as it is, to be restored from a checkpoint."""
+    """Fill this rank's block of the parameter `p`, the tensor `out`, with its initial values (normal, uniform, zeros or
+    ones). They depend on seed, parameter name and global element alone, so that the model is the same under every plan.
+    `seed` None leaves `out` as it is, to be restored from a checkpoint."""
     if seed is None:
         return
     with torch.no_grad():
-        if p.init == "normal":
+        if draw := residual.DRAWS.get(p.init):
             where, shape = plan.locate_block(p, communicator.coordinates), plan.global_shape(p)
             if p.turned:  # the same initial weights as ever
                 out, where, shape = out.movedim(-1, 0), [*where[-1:], *where[:-1]], shape[-1:] + shape[:-1]
-            residual.fill_normal_(out, residual.derive_key(seed, "init", p.name), p.std, where, shape)
+            residual.fill_normal_(out, residual.derive_key(seed, "init", p.name), p.std, where, shape, draw)
         else:
             out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])
 

@@ -168,12 +168,28 @@ def draw_normal(key_: int, elements_: Tensor) -> Tensor:
     return _square_root(square).mul_(_evaluate_odd_polynomial(v.double().mul_(2 * math.pi * 2.0**-32), _SINE))
 
 
+def draw_centred(key_: int, elements_: Tensor) -> Tensor:
+    """Draw what `draw_normal` does, but an fp64 uniform number of mean 0 and deviation 1 per element."""
+    halves = (random_bits(key_, elements_) >> 32).bitwise_and_(0xFFFFFFFF)
+    return halves.double().add_(0.5 - 2.0**31).mul_(2.0**-31 * math.sqrt(3))
+
+
+DRAWS = {"normal": draw_normal, "uniform": draw_centred}  # initial values by name
+
+
 @torch.no_grad()
-def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, int]], shape: Sequence[int]) -> None:
-    """Fill `out`, a rank's block of a tensor of global `shape`, with normal numbers of mean 0 and deviation `std`;
-    elements beyond `shape` (padding) become zero. A value depends on `key_` (the tensor's key, see `derive_key`) and
-    its global position alone, so that a parameter starts alike under every plan. `block`: (offset, extent) of `out` per
-    dim."""
+def fill_normal_(
+    out: Tensor,
+    key_: int,
+    std: float,
+    block: Sequence[tuple[int, int]],
+    shape: Sequence[int],
+    draw: Callable[[int, Tensor], Tensor] = draw_normal,
+) -> None:
+    """Fill `out`, a rank's block of a tensor of global `shape`, with normal numbers of mean 0 and deviation `std`, or
+    what else `draw` gives; elements beyond `shape` (padding) become zero. A value depends on `key_` (the tensor's key,
+    see `derive_key`) and its global position alone, so that a parameter starts alike under every plan. `block`:
+    (offset, extent) of `out` per dim."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     row = max(1, math.prod(out.shape[1:]))
     rows = max(1, RANDOM_DRAWN_AT_ONCE[out.device.type] // row)
@@ -181,7 +197,7 @@ def fill_normal_(out: Tensor, key_: int, std: float, block: Sequence[tuple[int, 
     for first in range(0, extent, rows):
         n = min(rows, extent - first)
         part = [(offset + first, n), *block[1:]]
-        values = draw_normal(key_, element_numbers(part, strides, out.device)).mul_(std)
+        values = draw(key_, element_numbers(part, strides, out.device)).mul_(std)
         for dim, ((start, count), size) in enumerate(zip(part, shape, strict=True)):
             if start + count > size:
                 values.narrow(dim, max(size - start, 0), count - max(size - start, 0)).zero_()

@@ -133,7 +133,7 @@ class StagePasses:
         with self.communicator.clock.time_section("data"):
             inputs = self.load_input_blocks(split, first, end, chunk)
             self.ops.begin_pass(inputs)
-        residency, self.ops.inputs = self._weights.residency, inputs
+        residency = self._weights.residency
         if residency:
             residency.begin_pass(chunk.number)
         if chunk.units:

@@ -11,7 +11,8 @@ OPTIMIZER = """lr betas eps nesterov newton_schulz matrix_lr beta2_decay update_
 least_scale groups weight_decay clip early schedule warmup_steps min_lr cycles decay_steps settings schedule_settings"""
 MODEL = "dropout fused_dropout label_smoothing capacity_factor balance_loss balance_rate z_loss router_jitter"
 TRAIN = "global_batch ramp_from ramp_by ramp_samples length_ramp loss loss_settings init init_averaged freeze ema"
-PLANNED = ("model.", "tensor.", "branch.", "pipeline.", "parallel.", "train.global_batch", "train.microbatch")
+TUNE = "kind rank alpha rslora targets dropout"
+PLANNED = ("tune.", "model.", "tensor.", "branch.", "pipeline.", "parallel.", "train.global_batch", "train.microbatch")
 PATHS = "run.dir data.cache pipeline.file checkpoint.url model.source eval.task_folder"
 SOURCE_PATHS = "data.path data.target_path data.validation_path"
 MARKED = """tensor pipeline pipeline.stages pipeline.chunks parallel.context parallel.experts parallel.zero
@@ -22,7 +23,7 @@ def test_which_may_change_on_resume():
     free = {
         "optimizer": OPTIMIZER, "model": f"{MODEL} position_rows",
         "data": "kind path target_path sources tokenizer chat_template date settings",
-        "train": "init init_averaged length_ramp loss loss_settings",
+        "train": "init init_averaged length_ramp loss loss_settings", "tune": "dropout",
     }  # fmt: skip
     assert {*FREE} == {f"{group}.{name}" for group, names in free.items() for name in names.split()}
     assert {*FREE_GROUPS} == {*free} and len(FREE) == len({*FREE})
@@ -30,7 +31,7 @@ def test_which_may_change_on_resume():
 
 def test_which_are_of_the_identity_of_a_run():
     identity, values = run_identity(Config()), Config().to_dict()
-    names = {f"train.{name}" for name in TRAIN.split()}
+    names = {f"train.{name}" for name in TRAIN.split()} | {f"tune.{name}" for name in TUNE.split()}
     assert identity.keys() == {"model", "data", "seed", "optimizer", *names}
     assert values["data"].keys() - identity["data"].keys() == {"cache", "foreign_tokenizer", "unread"}
     assert {key for key in KEYS if KEYS[key].identity == "share"} == {"data.validation", "data.streaming"}

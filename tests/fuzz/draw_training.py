@@ -11,6 +11,7 @@ from platform.config.fields import Config, training_objective_name
 from platform.config.training_rules import CUT
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
+from platform.plan.adapters import can_adapt
 from platform.plan.layout import find_divisors
 
 OWN_LOSSES: dict[str, Any] = {
@@ -39,6 +40,8 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
     train.ema = r.choice((0.0, 0.0, 0.5))
     if r.random() < 0.25:
         train.freeze = [_pattern(r, p.name) for p in r.sample(build_model(model).parameters(), r.choice((1, 1, 2)))]
+    if r.random() < 0.25 and model.kind != "two_layer":
+        _draw_adapters(r, configs)
     if r.random() < 0.3 and batch > 1 and all(c.pipeline.kind != "file" for c in configs):
         train.ramp_from = r.randint(1, batch - 1)
         train.ramp_by = r.choice(find_divisors(batch - train.ramp_from))
@@ -51,6 +54,18 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
         c.model.position_rows = model.length if train.length_ramp and model.positions == "learned" else 0
         for name in RUN_WIDE:
             setattr(c.train, name, getattr(train, name))
+
+
+def _draw_adapters(r: Random, configs: Sequence[Config]) -> None:
+    """Draw adapters, of a few weights or of all that may have one, in place of frozen weights."""
+    model = configs[0].model
+    shared = model.tied or model.kind == "encoder_decoder"
+    weights = [p for p in build_model(model).parameters() if can_adapt(p) and not (shared and p.name == "embedding")]
+    some = r.choice((weights, weights[1:], r.sample(weights, 1)))
+    experts, scaled = any(p.num_stack_dims for p in some), r.random() < 0.5
+    for c in configs:
+        c.train.freeze, c.tune.kind, c.tune.targets = [], "lora", [p.name for p in some]
+        c.tune.rank, c.tune.rslora, c.tune.dropout = 3, scaled, 0.0 if experts else 0.25
 
 
 def _length_ramp(r: Random, longest: int) -> list[str]:

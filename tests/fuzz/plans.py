@@ -195,7 +195,7 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0, asks: bool = False) -> 
     `asks` as in `check`."""
     batch = c.train.global_batch
     one = configure(global_batch=batch, microbatch=batch)
-    one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
+    one.model, one.optimizer, one.seed, one.tune = c.model, c.optimizer, c.seed, c.tune
     one.train = replace(c.train, microbatch=batch, mlp_chunks=1)
     one.data = c.data
     plan = make_plan(one)

@@ -345,10 +345,11 @@ _serial: dict[str, Result] = {}
 def serial(c: Config) -> Result:
     """One process: the same model, batch and optimizer without any parallelism. Computed once per model."""
     loss = c.train.loss, c.train.loss_settings
-    key = repr((c.model, c.train.global_batch, loss, c.train.freeze, c.data.objective, c.optimizer, c.seed))
+    trained = c.train.global_batch, loss, c.train.freeze, c.tune
+    key = repr((c.model, trained, c.data.objective, c.optimizer, c.seed))
     if key not in _serial:
         one = configure(global_batch=c.train.global_batch, microbatch=c.train.global_batch)
-        one.model, one.optimizer, one.seed = c.model, c.optimizer, c.seed
+        one.model, one.optimizer, one.seed, one.tune = c.model, c.optimizer, c.seed, c.tune
         (one.train.loss, one.train.loss_settings), one.data.objective = loss, c.data.objective
         one.train.freeze = c.train.freeze
         _serial[key] = run(one)[1][0]

@@ -54,6 +54,11 @@ plan model.positions=learnt
 plan model.dropout=2
 plan experiment=gpt_quik
 plan train.freeze=[layer.0]
+plan tune=lora tune.targets=[layer.0]
+plan tune=lora train.freeze=[embedding]
+plan tune=lora tune.targets=[embedding]
+plan tune=lora tune.dropout=0.5 model.experts=2
+plan tune.rank=8
 plan optimizer.betas=[1]
 plan data.input_field=x
 plan data.sources.a.path=x

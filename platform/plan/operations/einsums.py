@@ -20,6 +20,7 @@ from platform.plan.operation_plan import (
     PlannedOperation,
     shapes_along_steps,
 )
+from platform.plan.operations.adapted import add_products_of_adapters
 from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, global_extents
 from platform.plan.planner import Planner
 from platform.plan.rule import Contraction, Conversion
@@ -102,6 +103,7 @@ class ProjectOp(_Products):
 
     multiplies_matrices = True
 
+    @add_products_of_adapters
     def record_operation(self, ops, x, spec, weights, outs, biases=(), counts=None):
         """Record the products of x, and the biases behind them; return a symbol for each weight."""
         if ("rows" in spec.dims) != (counts is not None):
@@ -114,6 +116,7 @@ class ProjectOp(_Products):
             ops.shift(y, out, bias, counts)
         return products
 
+    @add_products_of_adapters
     def run_on_blocks(self, ops, x, spec, weights, outs, biases=(), counts=None):
         """Return the products with their biases: fused where nothing is converted between, else shifted."""
         planned = ops.operation_plan(self.kind, weights[0].name)

@@ -4,11 +4,13 @@ one-hot vectors and features of ids; learned biases of relative positions (T5)."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 from platform.plan.layout import block_offset
 from platform.plan.model_types import Spec
 from platform.plan.operation_plan import PlannedOperation
+from platform.plan.operations.adapted import add_rows_of_adapter
 from platform.plan.operations.op import BlockOp, Op, Value, assemble_plan, plan_with_vectors, token_fields
 from platform.plan.rule import Contraction
 
@@ -19,7 +21,13 @@ class LookupOp(BlockOp):
     negative ids, which are padding, a row is finite."""
 
     def record_operation(self, ops, name, table, tokens, out):
-        return ops.record_operation(self.kind, name, [], [table], [out], [tokens])
+        def record(name, table, tokens, out):
+            return ops.record_operation(self.kind, name, [], [table], [out], [tokens])
+
+        return add_rows_of_adapter(record, ops, name, table, tokens, out)
+
+    def bind_computation(self, ops, compute):
+        return partial(add_rows_of_adapter, super().bind_computation(ops, compute), ops)
 
     def one_hot_contraction(self, planner, operation) -> Contraction:
         """Return the planned contraction of a one-hot of the ids with the table. The one-hot is never materialised, so

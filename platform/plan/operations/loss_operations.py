@@ -99,7 +99,8 @@ class LinearCrossEntropyOp(Op):
         """Compute the loss chunk by chunk of tokens, so that the logits are never whole, unless SUMMA multiplies."""
         planned_product = ops.operation_plan("project", table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
-        if planned_product.groups[0].panels:  # SUMMA never has a whole operand: it multiplies, the loss follows
+        # SUMMA never has a whole operand, and an adapter adds to the logits: they multiply, and the loss follows
+        if planned_product.groups[0].panels or table.name in ops.adapters:
             return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
         *rows, columns = ops.plan.local_shape(spec)
         wide = ops.kernels.statistics.widen_dtype(x).dtype == x.dtype
@@ -120,7 +121,7 @@ class LinearCrossEntropyOp(Op):
         planned_product = ops.operation_plan("project", table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
         (group, *_), weight = planned_product.groups, ops.parameter_block(table)
-        if group.panels:
+        if group.panels or table.name in ops.adapters:
             return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
         bias_values = ops.convert_parameters(ops.operation_plan("shift", bias.name)) if bias else []
         *rows, columns = ops.plan.local_shape(spec)

@@ -201,28 +201,32 @@ _PIECE = 1 << 15  # elements whose mask is drawn at once, as platform.runtime.re
 
 
 class DropoutOp(BlockOp):
-    """Activation of which elements are dropped with probability `dropout_rate`, by masks that do not depend on the
-    plan."""
+    """Activation of which elements are dropped with probability `rate`, by default `dropout_rate`, by masks that do
+    not depend on the plan."""
 
     memory_accesses = (2, 2)
     needs_no_value = True
 
-    def record_operation(self, ops, name, x, spec):
-        if not ops.dropout_rate:
+    def record_operation(self, ops, name, x, spec, rate=None):
+        if not self.drops(ops, rate):
             ops.check_activation(x, spec)
             return x
         return ops.record_operation(self.kind, name, [x], [spec], [spec])
 
-    def run_on_blocks(self, ops, planned, name, x, spec):
+    def drops(self, ops, rate) -> bool:
+        """Return True if elements are dropped at all; passes of generation drop none."""
+        return bool(ops.dropout_rate if rate is None else rate and not ops.cache)
+
+    def run_on_blocks(self, ops, planned, name, x, spec, rate=None):
         """Apply dropout to this rank's block of x, by the mask of this step and microbatch; x itself if none drops."""
-        drawing, kernel = ops.random_drawing(name, spec, x.device), ops.kernels.residual
+        drawing, kernel = ops.random_drawing(name, spec, x.device, rate=rate), ops.kernels.residual
         whole = ops.compiles_functions or ops.is_tracing
         draw = ops.compile_function(kernel.drop_elements) if whole else kernel.apply_draw_in_pieces
         return kernel.apply_dropout(x, drawing, draw) if drawing else x
 
-    def meter_memory(self, ops, planned, name, x, spec) -> Value:
+    def meter_memory(self, ops, planned, name, x, spec, rate=None) -> Value:
         """Count the bytes of dropout: its result, and the random integers that draw one piece of the mask."""
-        if not ops.dropout_rate:
+        if not self.drops(ops, rate):
             return x
         # the states of the random numbers of a piece, before and after a shift
         drawn = 0 if ops.compiles_functions else 2 * min(x.elements, _PIECE)
@@ -364,7 +368,8 @@ class MlpOp(Op):
     def computes_by_chunks(self, ops, x, inner, biases, down, counts) -> bool:
         """Return True if the layer is computed in chunks of rows: a rank has whole weights of its part of `hidden`, and
         all that is converted is x before and the result after."""
-        if ops.plan.mlp_chunks == 1 or counts is not None or ops.absent(x) or "experts" in down.dims:
+        adapted = any(p.name in ops.adapters for p in (*inner, down))
+        if ops.plan.mlp_chunks == 1 or adapted or counts is not None or ops.absent(x) or "experts" in down.dims:
             return False
         up, last = ops.operation_plan("project", inner[0].name), ops.operation_plan("project", down.name)
         groups = *up.groups, *last.groups

@@ -14,6 +14,7 @@ from platform.plan.model_types import (
     AUTO,
     NO_RECOMPUTATION,
     PLAIN,
+    Adapter,
     LabelLoss,
     Operation,
     Parameter,
@@ -57,6 +58,7 @@ class Recorder(Ops):
     sizes: Mapping[str, int] = field(default_factory=dict)  # dim -> size; {}: dims are not checked
     declared: Mapping[str, Parameter] = field(default_factory=dict)  # by name; {}: parameters are not checked
     cache: KeyValueCache | None = None
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
     leaves_out: bool = True  # results of recomputed operations that no gradient needs
     span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
     spans: list[int] = field(default_factory=list)  # by operation
@@ -71,7 +73,8 @@ class Recorder(Ops):
     def recording_key(self) -> tuple:
         """Return all on which depends what this recorder finds in a model: of the scheme what it asks of it."""
         options = self.dropout_rate, self.recompute, self.fused_dropout, self.attention_kernel, self.loss
-        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *options, self.leaves_out
+        adapters = tuple(self.adapters.values())
+        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *options, self.leaves_out, adapters
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Record `function`, and that its operations are recomputed if activations of this `kind` are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from platform.plan.model_types import NO_RECOMPUTATION, Operation, Parameter, Recompute, Spec, resize_dim
+from platform.plan.model_types import NO_RECOMPUTATION, Adapter, Operation, Parameter, Recompute, Spec, resize_dim
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.attention import AttentionOp, KeyValueCache, RecallOp, RememberOp, SoftmaxOp
 from platform.plan.operations.einsums import ProductOp, ProjectOp
@@ -48,6 +48,7 @@ class Ops:
     dropout_rate: float = 0.0
     recompute: Recompute = NO_RECOMPUTATION
     cache: KeyValueCache | None = None  # in a pass of generation
+    adapters: Mapping[str, Adapter] = {}  # by the name of what they adapt
 
     lookup, one_hot, features, relative_bias = LookupOp(), OneHotOp(), FeaturesOp(), RelativeBiasOp()
     project, einsum = ProjectOp(), ProductOp()
