@@ -196,6 +196,7 @@ def _split_graph(code: str, traced: _TracedGraph) -> BlockFunctions:
         )(*primals)
         torch.autograd.grad(out, [x for x in primals if x.requires_grad], out.detach())
     kept = _keep_primals(**graphs)
+    _keep_vector_gradients_wide(graphs["backward"], [x.dim() < 2 and x.is_floating_point() for x in primals])
     return BlockFunctions(**{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept)
 
 
@@ -237,6 +238,20 @@ def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
         graph.graph.eliminate_dead_code()
         graph.recompile()
     return list(kept_primals)
+
+
+def _keep_vector_gradients_wide(backward: GraphModule, is_vector: Sequence[bool]) -> None:
+    """Change a block's traced backward pass in place so that it returns gradients of vectors (`is_vector` of each
+    primal), which are sums over all rows, in the type in which it adds them up: they are added to sums in that type,
+    and a cast would be a kernel of its own."""
+    output: Any = backward.graph.output_node()
+    gradients = list(output.args[0])
+    for i, gradient in enumerate(gradients):
+        if is_vector[i] and gradient is not None and gradient.target is torch.ops.prims.convert_element_type.default:
+            gradients[i] = gradient.args[0]
+    output.args = (tuple(gradients),)
+    backward.graph.eliminate_dead_code()
+    backward.recompile()
 
 
 def _remove_detaches(graph: GraphModule) -> GraphModule:

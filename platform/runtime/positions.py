@@ -95,6 +95,32 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int, pair_layout: str,
     return torch.cat((x[..., :unturned], out), -1) if unturned else out
 
 
+def sign_sines(sin: Tensor, pair_layout: str) -> Tensor:
+    """Return sines of rotary angles with the sign by which a pair's other element is added."""
+    shape, dim = _split_pairs(sin, pair_layout)
+    first, second = sin.unflatten(-1, shape).unbind(dim)
+    return torch.stack((-first, second), dim).flatten(-2)
+
+
+def turn_pairs_traced(x: Tensor, cos: Tensor, signed: Tensor, pair_layout: str, leading: bool = False) -> Tensor:
+    """Turn the pairs of x forth by `sign_sines`, so that a compiler makes one kernel of the gradient too; the others
+    are as in `apply_rotary`."""
+    turned, (shape, dim) = cos.shape[-1], _split_pairs(cos, pair_layout)
+    split = [turned, x.shape[-1] - turned] if leading else [x.shape[-1] - turned, turned]
+    parts = list(x.split(split, -1))
+    wide = widen_dtype(parts[0 if leading else 1])
+    out = (wide * cos + wide.unflatten(-1, shape).flip(dim).flatten(-2) * signed).to(x.dtype)
+    if turned == x.shape[-1]:
+        return out
+    return torch.cat((out, parts[1]) if leading else (parts[0], out), -1)
+
+
+def _split_pairs(angles: Tensor, pair_layout: str) -> tuple[tuple[int, int], int]:
+    """Return the shape into which the pairs of the last dim split it, and the dim of that along which a pair lies."""
+    pairs = angles.shape[-1] // 2
+    return ((2, pairs), -2) if pair_layout == "halves" else ((pairs, 2), -1)
+
+
 def apply_rotary(
     x: Tensor,
     cos: Tensor,

@@ -54,9 +54,11 @@ BUDGETS = {
     # 5 and 9 of them products and attention, which read all that others write
     "block_forward": (9, 40.1),
     "block_backward": (26, 21.6),
-    "one_gpu block_backward": (30, 20.71),
+    "fine_tune block_backward": (16, 24.3),
     "llama_8b block_forward": (11, 14.3),
     "llama_8b block_backward": (27, 27),
+    "llama_8b_usual block_forward": (12, 14.8),
+    "llama_8b_usual block_backward": (15, 24.1),
     **{f"apply_{function} with gradients": (2, 8.01) for function in GATED},
 }
 # Bytes that a thread may spill in every configuration of a kernel, and in one that has another: inductor measures which
@@ -107,6 +109,17 @@ def compiled(tmp_path_factory):
 def test_the_regions_of_a_run(case, compiled):
     run, target = case.values()
     assert [line for call in calls_of(run) for line in exceeded(run, compiled(call, target))] == []
+
+
+# run -> the most kernels of a layer, forward and backward, beside torch's addition to the sums of gradients
+OF_A_LAYER = {"one_gpu": 36, "llama_8b_usual": 28}
+
+
+@needs_compiler
+@pytest.mark.parametrize("run", OF_A_LAYER)
+def test_the_kernels_of_a_layer(run, compiled):
+    blocks = [call for call in calls_of(run) if call.title.startswith("block")]
+    assert len(blocks) == 2 and sum(len(compiled(call, 90).kernels) for call in blocks) <= OF_A_LAYER[run]
 
 
 @pytest.mark.full

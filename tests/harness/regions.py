@@ -20,6 +20,7 @@ LLAMA = ["+experiment=one_gpu", "model=llama_8b", "model.query_key_norm=true", "
 # name -> command line: all shipped experiments, and models whose regions are in none of these
 RUNS = {path.stem: [f"+experiment={path.stem}"] for path in sorted((CONF / "experiment").glob("*.yaml"))} | {
     "llama_8b": LLAMA,
+    "llama_8b_usual": [*LLAMA, "model.query_key_norm=false"],
     "llama_8b_split": [*LLAMA, "tensor=1d", "tensor.axes={t: 2}"],
     "t5_geglu": T5,
     "t5_geglu_tanh": [*T5, "model.activation=geglu_tanh"],

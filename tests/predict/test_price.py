@@ -333,7 +333,7 @@ def test_what_is_hidden_is_all_that_is_not_waited_for(zero):
 
 # MB that kernels of a layer read and write but for products and attention, forward and backward, where a block is
 # compiled as one function for sm_90 ahead of time: model, sequences -> both
-COMPILED_MB = {("gpt2_124m", 8): (214, 512), ("llama_8b", 1): (1610, 2500)}
+COMPILED_MB = {("gpt2_124m", 8): (214, 512), ("llama_8b", 1): (1728, 2156)}
 
 
 @pytest.mark.parametrize("of", COMPILED_MB)

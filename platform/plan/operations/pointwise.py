@@ -483,12 +483,15 @@ class RotateOp(BlockOp):
         turned = width or x.shape[-1]
         tokens = ops.cache.capacity if ops.cache else {**ops.plan.sizes, **dict(spec.sizes)}["length"]
         where = tokens, ops.offset, *ops.blocks[spec][spec.dims.index("length")]
-        if (key := (where, turned, theta, scaling, pairs, wide, x.device)) not in ops.angles:
+        if (key := (where, turned, theta, scaling, pairs, wide, x.device, ops.is_tracing)) not in ops.angles:
             length = ops.global_positions(spec, "length", x.device)
-            ops.angles[key] = positions.rotary_angles(length, turned, theta, wide, scaling, pairs, tokens)
+            cos, sin = positions.rotary_angles(length, turned, theta, wide, scaling, pairs, tokens)
+            ops.angles[key] = cos, positions.sign_sines(sin, pairs) if ops.is_tracing else sin
         sizes = dict(zip(spec.dims, x.shape, strict=True)) | {"d_kv": turned}
         shape = [n if d in ("length", "d_kv") else 1 for d, n in sizes.items()]
         cos, sin = (t.view(shape) for t in ops.angles[key])
+        if ops.is_tracing:
+            return positions.turn_pairs_traced(x, cos, sin, pairs, leading)
         return positions.apply_rotary(x, cos, sin, pairs, leading, ops.compile_function(positions.turn_pairs))
 
     def meter_memory(self, ops, planned, name, x, spec, theta, scaling=None, width=0, **_) -> Value:
