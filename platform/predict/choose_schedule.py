@@ -29,7 +29,12 @@ from platform.plan.plan import Plan
 from platform.plan.plan_summary import attention_imbalance
 from platform.plan.schedule import Schedule, ScheduleError, table
 from platform.plan.scheme import ModelMistake
-from platform.plan.step_collectives import attention_traits, find_fused_attentions, process_groups
+from platform.plan.step_collectives import (
+    attention_traits,
+    find_fused_attentions,
+    process_groups,
+    resolve_auto_kernels,
+)
 
 MISTAKES_SHOWN = 20  # violations listed for a table from a file
 
@@ -245,6 +250,18 @@ def violations_of_kernel(config: Config, plan: Plan) -> Iterator[str]:
     if kernel not in legal:
         reasons = (f"{where} it {why[kernel, kind]}" for kind, where in kinds.items())
         yield format_violation(key, kernel, "; ".join(reasons), legal)
+
+
+def violations_of_selective(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if recompute=selective saves nothing on GPUs: a kernel that computes attention keeps its
+    queries, keys and values, which recomputation keeps too, and no scores."""
+    if config.recompute != "selective" or config.cluster.device != "cuda":
+        return
+    resolved = resolve_auto_kernels(plan, "cuda", config.model.dropout).operations.values()
+    again = [dict(o.operation.attributes) for o in resolved if o.operation.recomputed]
+    if all(attributes.get("kernel", MATH) != MATH or attributes.get("grouped") for attributes in again):
+        constraint = "saves nothing where one kernel computes attention, which keeps no scores"
+        yield format_violation("recompute", "selective", constraint, ["none", "full"])
 
 
 def _dropout_remark(dropout: float) -> str:

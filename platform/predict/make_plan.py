@@ -138,7 +138,7 @@ def _build_kind_plan(
     config: Config, data: int, kind: str, stage_of: Sequence[int] | None, parts: Sequence[Sequence[str]]
 ) -> Plan:
     """Build the plan of a run over `data` replicas whose contexts are of a `kind`; the rest as in `make_plan`."""
-    scheme = compose_config_scheme(config, data, kind)
+    scheme, is_placed = compose_config_scheme(config, data, kind), stage_of is not None
     try:
         model = build_model(config.model)
         if few := _violation_of_chunk_count(config, len(getattr(model, "units", ("the model",)))):
@@ -167,6 +167,8 @@ def _build_kind_plan(
     of_optimizer = [optimizers.violations_of_patterns, optimizers.violations_of_splits]
     of_optimizer += [optimizers.violations_of_stored_states]
     checks = *of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents
+    if not is_placed:  # by a worker of a run, or for another system that is predicted
+        checks = *checks, choose_schedule.violations_of_selective
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError([*refused, *_find_other_violations(refused, config, data, kind)])
     return _add_shorter_plans(config, plan, data, kind)

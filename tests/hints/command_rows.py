@@ -231,6 +231,7 @@ plan cluster.runtime_env=5
 plan checkpoint.every=[often]
 plan hydra/launcher=x
 plan train.attention_kernel=flash model.dropout=0.1 model.fused_dropout=true
+plan recompute=selective cluster.device=cuda
 doctor data=pairs data.path={pairs} data.streaming=true model.kind=encoder_decoder
 doctor data=text data.path={text} data.streaming=true data.validation=0.1
 doctor data.path={text}

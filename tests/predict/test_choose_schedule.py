@@ -4,9 +4,11 @@ import pytest
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config, Pipeline, Train
+from platform.launch import compose_config
 from platform.plan.generators import SCHEDULES, generate
 from platform.plan.schedule import ScheduleError, table
 from platform.predict.choose_schedule import build_schedule, register_pipeline
+from platform.predict.make_plan import make_plan
 from tests.harness.schedule_files import to_csv
 
 
@@ -79,3 +81,28 @@ def test_a_registered_schedule(monkeypatch):
         assert build_schedule(config(batch=6, kind="pairs", stages=2), 1).microbatches == 4  # filled up
     finally:
         del SCHEDULES["pairs"]
+
+
+SELECTIVE = ["+experiment=one_gpu", "recompute=selective", "model.layers=2"]
+ON_GPUS = [*SELECTIVE, "cluster.device=cuda"]
+
+
+@pytest.mark.parametrize("more", [[], ["tensor=1d_sp", "tensor.axes.t=2"], ["model.attention_sinks=true"]])
+def test_what_selective_recomputation_does_not_save_is_refused(more):
+    """One kernel keeps queries, keys and values alone, which recomputation keeps too."""
+    with pytest.raises(ConfigError, match=r"recompute=selective: saves nothing where .*; nearest legal: none, full$"):
+        make_plan(compose_config([*ON_GPUS, *more]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*SELECTIVE, "cluster.device=cpu"],
+        [*ON_GPUS, "train.attention_kernel=math"],
+        [*ON_GPUS, "model.dropout=0.1"],
+        [*ON_GPUS, "model.kv_heads=2", "model.window=8"],  # keys of every head, made inside
+    ],
+    ids=" ".join,
+)
+def test_what_it_saves_is_not(arguments):
+    assert make_plan(compose_config(arguments)).recompute.kind == "selective"
