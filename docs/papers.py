@@ -196,21 +196,35 @@ def render_claims(claims: Sequence[Claim]) -> str:
     return render_table(titles, cells)
 
 
-def count_reduced_elements(scheme: str) -> tuple[int, int]:
-    """Return the elements that a rank all-reduces in a step of two layers under a layout, as table 1 of Shazeer et al.
-    says, once for each pass, and as planned, without the bias, which the table drops."""
+def print_costs(scheme: str) -> list[float]:
+    """Return what a row of table 1 of Shazeer et al. prints for a rank under a layout: multiplications of a product,
+    elements that are all-reduced, their ratio, and elements in memory."""
     axes = LAYOUTS[scheme]
-    config = compose_config(
-        ["+experiment=two_layer", f"tensor={scheme}", *(f"tensor.axes.{a}={n}" for a, n in axes.items())]
-    )
-    plan = make_plan(config)
-    r, c, p = (axes.get(axis, 1) for axis in ("rows", "cols", "planes"))
-    printed = {"mesh_tf_empty": 0, "mesh_tf_data": IO * H, "mesh_tf_model": B * IO}.get(
-        scheme, B // r * IO // p + (B // r * H // c if p > 1 else 0) + IO // p * H // c
-    )
+    n, r, c, p = (axes.get(axis, 1) for axis in ("all", "rows", "cols", "planes"))
+    if scheme == "mesh_tf_empty":
+        n = 1
+    reduced, batches, hidden, io = {
+        "mesh_tf_empty": (0, 1, 1, 1),
+        "mesh_tf_data": (IO * H, n, 1, 1),
+        "mesh_tf_model": (B * IO, 1, n, 1),
+    }.get(scheme, (B // r * IO // p + (B // r * H // c if p > 1 else 0) + IO // p * H // c, r, c, p))
+    products = B * IO * H // (n * r * c * p)
+    memory = (B // batches) * (IO // io) + (B // batches) * (H // hidden) + (IO // io) * (H // hidden)
+    return [products, reduced, reduced / products, memory]
+
+
+def plan_costs(scheme: str, sizes_of_axes: Mapping[str, int] | None = None, *more: str) -> list[float]:
+    """Return the same as `print_costs` of the plan of two layers, without the bias, which the table drops."""
+    axes = [f"tensor.axes.{a}={n}" for a, n in (sizes_of_axes or LAYOUTS[scheme]).items()]
+    plan = make_plan(compose_config(["+experiment=two_layer", f"tensor={scheme}", *axes, *more]))
+    product = next(o.operation for o in plan.operations.values() if o.operation.kind == "project")
+    tensors = (*product.inputs, *product.outputs)
+    sizes = {dim: n for tensor in tensors for dim, n in zip(tensor.dims, plan.local_shape(tensor), strict=True)}
     activations = sum(c.elements for o in plan.operations.values() for c in o.collectives if c.op == "all_reduce")
     weights = sum(prod(plan.local_shape(w)) for w in plan.parameters if len(w.dims) > 1 and plan.reductions[w.name])
-    return 2 * printed, activations + weights
+    reduced = (activations + weights) // 2  # of one pass
+    products = prod(sizes.values())
+    return [products, reduced, reduced / products, sum(prod(plan.local_shape(tensor)) for tensor in tensors)]
 
 
 def render_headlines() -> str:
@@ -226,19 +240,34 @@ def render_headlines() -> str:
          f"{first.theirs:.2f} for its system, {first.ours:.2f} for ours", "losses equal to 15 digits"],
         ["Narayanan et al.", "a model of 1T on 3,072 GPUs: TFLOP/s of a GPU", f"{largest.published_speed:.0f}",
          f"{largest.speed:.1f}", "bytes of a step as planned"],
-        ["Shazeer et al.", "elements all-reduced by five layouts", "formulas", "equal", "equal, counted"],
+        ["Shazeer et al.", "costs of five layouts, table 1", "formulas", "equal", "equal elements, counted"],
     ]  # fmt: skip
     return render_table(["paper", "headline", "published", "predicted", "measured here"], rows)
 
 
-def render_elements() -> str:
-    """Return table 1 of Shazeer et al. for two layers on a mesh: elements that a rank all-reduces in a step."""
+def render_costs() -> str:
+    """Return table 1 of Shazeer et al. for two layers on a mesh, what it prints before what is planned."""
     rows = []
     for scheme, axes in LAYOUTS.items():
-        printed, planned = count_reduced_elements(scheme)
-        mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items())
-        rows.append([f"`{scheme}`", mesh, f"{printed:,}", f"{planned:,}"])
-    return render_table(["layout", "mesh", "published formula", "planned"], rows)
+        pairs = zip(print_costs(scheme), plan_costs(scheme), strict=True)
+        cells = [f"{a:,.6g}, {b:,.6g}" if abs(a) < 1 else f"{a:,}, {b:,}" for a, b in pairs]
+        rows.append([f"`{scheme}`", " x ".join(f"{axis} {size}" for axis, size in axes.items()), *cells])
+    titles = ["layout", "mesh", "multiplications of a product", "elements all-reduced", "their ratio", "memory"]
+    return render_table(titles, rows)
+
+
+def render_ratios() -> str:
+    """Return the ratios of computing to elements of appendix B of Shazeer et al., for square matrices on 64 ranks."""
+    u, rows = 512, []
+    square = [f"model.io={u}", f"model.hidden={u}", f"train.global_batch={u}", f"train.microbatch={u}"]
+    for scheme, axes, text, ratio in (
+        ("mesh_tf_2d", {"rows": 8, "cols": 8}, "2u/17 = 0.12u", 2 * u / 17),
+        ("mesh_tf_3d", {"rows": 4, "cols": 4, "planes": 4}, "u/6 = 0.17u", u / 6),
+    ):
+        products, _, _, elements = plan_costs(scheme, axes, *square)
+        mesh = " x ".join(map(str, axes.values()))
+        rows.append([f"`{scheme}`", mesh, text, f"{ratio:.2f}", f"{2 * products / elements:.2f}"])
+    return render_table(["partition", "mesh", "published", "published, u = 512", "planned"], rows)
 
 
 def render_sizes(kind: str) -> str:
@@ -286,7 +315,8 @@ NAMES: Mapping[str, tuple[str, str, str, Callable[[], str]]] = {
     "megatron_table_2_zero3": ("narayanan", "Table 2, ZeRO-3", *name_speed_table("megatron_table_2_zero3")),
     "megatron_figures": ("narayanan", "Figures 7 to 18", "", lambda: render_claims(read_claims("megatron_figures"))),
     "megatron_training": ("narayanan", "Days and terabytes", "", render_training),
-    "shazeer_table_1": ("shazeer", "Table 1: elements all-reduced by a rank", "", render_elements),
+    "shazeer_table_1": ("shazeer", "Table 1: costs of a rank", "", render_costs),
+    "shazeer_appendix_b": ("shazeer", "Appendix B: FLOPs of a rank for each element that it needs", "", render_ratios),
     "shazeer_table_2": ("shazeer", "Table 2: parameters of language models", "", lambda: render_sizes("lm")),
     "shazeer_table_3": ("shazeer", "Table 3: parameters of translation models", "", lambda: render_sizes("mt")),
 }  # fmt: skip
@@ -302,8 +332,10 @@ SAYS = {  # name of a table -> what is said above it
     "megatron_table_2_zero3": "Likewise; one constant of `conf/system/deepspeed-2021.yaml` was fitted on these rows.",
     "megatron_figures": "A ratio of sequences per second, as the text prints it; words where it prints a trend. *Their "
     "system* is `conf/system/megatron-2021.yaml`.",
-    "shazeer_table_1": "256 sequences, io 64, hidden 512: twice the table's column, once for each pass. Counters on "
-    "ranks measure the planned number (`python -m pytest tests/runtime/oracle/test_two_layer.py`, 2026-11-29).",
+    "shazeer_table_1": "256 sequences, io 64, hidden 512: each cell has what the table's formula gives, then what is "
+    "planned; elements of one pass. Counters on ranks measure the all-reduced ones (`python -m pytest "
+    "tests/runtime/oracle/test_two_layer.py`, 2026-11-29).",
+    "shazeer_appendix_b": "A product of square matrices of length u on 64 ranks, each with the blocks of all three.",
     "shazeer_table_2": "By the digit that is printed.",
     "shazeer_table_3": "Likewise.",
 }

@@ -52,8 +52,18 @@ def test_a_row_is_as_predicted(name: str, number: int, tmp_path):
 
 
 def test_mesh_tensorflows_formulas_are_the_plans():
-    assert papers.render_elements() in PAGE
-    assert all(printed == planned for printed, planned in map(papers.count_reduced_elements, papers.LAYOUTS))
+    """All four columns of table 1."""
+    assert papers.render_costs() in PAGE
+    for scheme in papers.LAYOUTS:
+        assert papers.print_costs(scheme) == papers.plan_costs(scheme) and all(papers.plan_costs(scheme)[::3])
+
+
+def test_a_cube_computes_more_for_each_element():
+    """Appendix B of Shazeer et al.: 0.17u beside 0.12u."""
+    table = papers.render_ratios()
+    assert table in PAGE
+    published, planned = zip(*(line.split(" | ")[3:5] for line in table.splitlines()[2:]), strict=True)
+    assert [p.rstrip(" |") for p in planned] == list(published)
 
 
 def test_the_pictures_are_well_formed_and_shown():

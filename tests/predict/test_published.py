@@ -21,9 +21,10 @@ from platform.predict.measured_runs import (
     read_measured_runs,
     read_system,
 )
+from platform.predict.memory_budget import predict_footprints
 from platform.predict.price import price_work
 from platform.predict.step_price import build_step_work, read_hardware
-from platform.predict.work import System
+from platform.predict.work import System, count_step_flops
 
 TABLES = Path(__file__).parent / "tables"
 SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,
@@ -42,6 +43,33 @@ def test_table_1_by_constants_fitted_on_the_other_rows():
     """Two constants are fitted; a constant throughput would be off by 6 % on average."""
     scores = leave_one_out(table(1)).score_runs(fitted=False)
     assert scores.runs == 10 and scores.mean <= 0.016 and scores.largest <= 0.036
+
+
+@pytest.mark.parametrize("model", ["gpt_1_7b", "gpt_39_1b", "gpt_1t"])
+def test_flops_with_recomputation_are_the_papers(model):
+    """Equation 3 of Narayanan et al.: 96 B s l h^2 (1 + s / 6h + V / 16lh), by which its TFLOP/s are counted."""
+    config = compose_config([f"model={model}", "recompute=full", "train.global_batch=64", "train.microbatch=8"])
+    m, plan = config.model, make_plan(config)
+    s, h, l, v = m.length, m.d_model, m.layers, m.vocab  # noqa: E741
+    formula = 96 * 64 * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+    assert count_step_flops(plan, recomputed=True) == pytest.approx(formula, rel=1e-12)
+    assert count_step_flops(plan, recomputed=False) == pytest.approx(formula - 24 * 64 * s * l * h**2 * (1 + s / 6 / h))
+
+
+@pytest.mark.parametrize("model", ["gpt_1_7b", "gpt_7_5b"])
+def test_every_one_or_two_layers_are_recomputed_at_a_time(model):
+    """Narayanan et al., section 3.5: c = sqrt(l A_intermediate / A_input) checkpoints of l layers need least memory."""
+    layers, needed = 48, {}
+    for k in (0, 1, 2, 4, 8, 16):
+        recompute = [f"recompute_every={k}", "recompute=full"] if k else ["recompute=none"]
+        config = compose_config([f"model={model}", f"model.layers={layers}", "precision=bf16", "cluster.device=cuda",
+                                 "train.microbatch=4", "train.global_batch=4", *recompute])  # fmt: skip
+        needed[k] = predict_footprints(config, make_plan(config))[0]
+    each = needed[0].activations / layers  # of which the input is one tensor
+    best = layers / (layers * each / (2 * 4 * config.model.length * config.model.d_model)) ** 0.5
+    assert 1 < best < 2
+    totals = {k: f.total_bytes for k, f in needed.items() if k}
+    assert min(totals, key=totals.__getitem__) in (1, 2) and max(totals, key=totals.__getitem__) == 16
 
 
 @pytest.mark.full
