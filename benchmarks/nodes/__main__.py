@@ -43,7 +43,8 @@ def rows(case: Case, rounds: int) -> Iterator[list[str]]:
         ratio, planned = took / base[0], busiest / base[1]
         yield [case.name, case.rate, name, *(f"{plan / 1e6:.2f}, {count / 1e6:.2f}" for plan, count in pairs),
                f"{8 * busiest / bits_per_second(case.rate):.3f}", f"{seconds(free[name]):.3f}", f"{took:.3f}",
-               f"{took / case.variants[name]['global_batch']:.3f}", f"{ratio:.3f}", f"{planned:.3f}", f"{ratio / planned - 1:+.1%}"]  # fmt: skip
+               f"{took / case.variants[name]['global_batch']:.3f}", f"{ratio:.3f}", f"{planned:.3f}",
+               f"{ratio / planned - 1:+.1%}"]  # fmt: skip
 
 
 def show(table: Iterator[list[str]]) -> None:

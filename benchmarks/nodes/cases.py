@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
     }
     for name, widths in (("strong scaling", {4: 64, 8: 64}), ("weak scaling", {4: 40, 8: 64})):
         for ranks, width in widths.items():
-            yield Case(f"{name}, {ranks} ranks", "2500kbit", 1, {
+            yield Case(f"{name}, {ranks} ranks", "10mbit", 1, {
                 scheme: {**how, **SQUARE, "d_model": width, **FEW} for scheme, how in SCALED[ranks].items()
             }, ranks)  # fmt: skip
     for rate in ("2500kbit", "100mbit", "1gbit"):
