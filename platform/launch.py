@@ -45,7 +45,7 @@ from platform.config.fields import (
     set_value,
     violations_of_values,
 )
-from platform.config.groups import RESUME
+from platform.config.groups import AUTO, RESUME
 from platform.config.identity import find_default_directory
 from platform.config.layout_rules import list_tensor_axes, mark_open_keys, parse_layout, violations_of_worker_count
 from platform.config.validation import violations_of_configuration
@@ -164,6 +164,8 @@ def _complete_config(config: Config, arguments: Sequence[str], say: Say) -> list
     if config.train.length_ramp and config.model.positions == "learned" and "model.position_rows" not in typed:
         config.model.position_rows = config.model.length
     tensor, branch = config.tensor, config.branch
+    if tensor.scheme == "layout" and tensor.layout == AUTO:
+        lines += _choose_layout(config, typed, say)
     if tensor.scheme == "layout" and tensor.layout:
         try:
             tensor.regions, tensor.parameters = parse_layout(tensor.layout, tensor.axes)
@@ -192,6 +194,27 @@ def _complete_config(config: Config, arguments: Sequence[str], say: Say) -> list
     _keep_documents_unmasked(config, typed, name)
     config.run.dir = config.run.dir or os.path.abspath(find_default_directory(config, name))
     return lines
+
+
+def _choose_layout(config: Config, typed: Mapping[str, Any], say: Say) -> list[str]:
+    """Choose tensor.layout=auto of a configuration in place, and say it; return a line for each axis without a size."""
+    tensor, prefix = config.tensor, "tensor.axes."
+    own = {key.removeprefix(prefix) for key in typed if key.startswith(prefix)}
+    tensor.axes = {name: n for name, n in tensor.axes.items() if name in own or not (own or "tensor.axes" in typed)}
+    unset = [key for key in config.plan.search if key.startswith(prefix)] or ([] if tensor.axes else [f"{prefix}NAME"])
+    tensor.layout = None
+    if unset:
+        return [format_violation("tensor.layout", AUTO, "needs sizes of axes", [f"{key}=2" for key in unset])]
+    with show_phase("choosing a layout"):
+        from platform.predict.layout_search import choose_layout
+
+        chosen = choose_layout(config)
+    if chosen == "":
+        return [format_violation("tensor.layout", AUTO, f"no dim can be split over axes of {tensor.axes}")]
+    if chosen:
+        tensor.layout = chosen
+        say(f"tensor.layout={chosen}: the quickest, as predicted, of layouts on these axes")
+    return []
 
 
 def _keep_documents_unmasked(config: Config, typed: Mapping[str, Any], name: str) -> None:

@@ -363,7 +363,7 @@ class Tensor:
     )  # fmt: skip
     uneven: bool = key(False, "dims that axes do not divide are cut into blocks that differ by one")
     layout: Any = key(
-        None, "tensor=layout: your own map from dims to axes, one line or YAML",
+        None, "tensor=layout: your own map from dims to axes, one line or YAML; auto: the one predicted quickest",
         read_if=lambda c: c.tensor.scheme == "layout" and c.tensor.layout,
     )  # fmt: skip
 

@@ -238,6 +238,7 @@ doctor data.path={text}
 doctor run.dir=/proc/x
 plan --workers=2
 plan experiment=paper/megatron_figure_15 +scale=small
+plan tensor=layout tensor.layout=auto tensor.axes.rows=-1
 slurm data.path=s3://user:password@host/x
 alone data=stdlib
 write
