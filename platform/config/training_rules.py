@@ -65,10 +65,9 @@ def _violations_of_latent_attention(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "model.positions", f"{latent} rotates a part of queries and keys", ["rope"])
     if m.kv_heads not in (0, m.heads):
         yield violation_of_key(config, "model.kv_heads", f"{latent} makes keys and values of every head", [0, m.heads])
-    if m.no_rope_layers:
-        yield violation_of_key(config, "model.no_rope_layers", f"{latent} rotates in every layer", [[]])
-    if m.rope_share < 1:
-        yield violation_of_key(config, "model.rope_share", f"{latent} rotates model.d_rope elements", [1.0])
+    for key, plain in (("no_rope_layers", []), ("rope_share", 1.0)):
+        if getattr(m, key) != plain:
+            yield violation_of_key(config, f"model.{key}", f"{latent} rotates model.d_rope elements", [plain])
     if m.query_key_norm:
         yield violation_of_key(config, "model.query_key_norm", f"{latent} has norms of the latents", [False])
     if m.attention_sinks:
@@ -134,15 +133,11 @@ def _violations_of_attention_masks(config: Config) -> Iterator[str]:
 
 
 def _violations_of_norms(config: Config) -> Iterator[str]:
-    """Yield a refusal line for each place of a model's norms that does not go with `post_norm`, and for layers side by
-    side where one reads what the other adds."""
-    m, reason = config.model, "model.post_norm=true has one norm a layer, after the sum"
-    if m.post_norm and not m.input_norm:
-        yield violation_of_key(config, "model.input_norm", reason, [True])
-    if m.post_norm and m.output_norm:
-        yield violation_of_key(config, "model.output_norm", reason, [False])
-    if m.parallel_residual and m.post_norm:
-        yield violation_of_key(config, "model.parallel_residual", "model.post_norm=true adds in turn", [False])
+    """Yield a refusal line for each place of norms, or of layers, that does not go with `post_norm` or the kind."""
+    m, reason = config.model, "model.post_norm=true has one norm a layer, after its sum"
+    for key, plain in (("input_norm", True), ("output_norm", False), ("parallel_residual", False)):
+        if m.post_norm and getattr(m, key) != plain:
+            yield violation_of_key(config, f"model.{key}", reason, [plain])
     if m.parallel_residual and m.kind == "encoder_decoder":
         yield violation_of_key(config, "model.parallel_residual", f"model.kind={m.kind} reads its memory", [False])
 

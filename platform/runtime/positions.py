@@ -90,9 +90,9 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, sign: int, pair_layout: str,
     out[..., first].addcmul_(wide[..., second], sin[..., first], value=-sign)
     out[..., second].addcmul_(wide[..., first], sin[..., first], value=sign)
     out = out.to(x.dtype)
-    if leading and unturned:
-        return torch.cat((out, x[..., turned:]), -1)
-    return torch.cat((x[..., :unturned], out), -1) if unturned else out
+    if not unturned:
+        return out
+    return torch.cat((out, x[..., turned:]) if leading else (x[..., :unturned], out), -1)
 
 
 def sign_sines(sin: Tensor, pair_layout: str) -> Tensor:

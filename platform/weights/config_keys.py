@@ -292,8 +292,7 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 
 
 def _read_number(name: str, value: Any, kind: type) -> Any:
-    """Return a number of rotary positions in transformers' config.json, a truth value or a list of numbers, in the type
-    of our key for it. Raises Inexpressible, naming key `name`, for other values."""
+    """Return a number, list or truth value of transformers' config.json in the type `kind`. Raises Inexpressible."""
     if kind is bool:
         return read_value({name: value}, name, NEEDED, (bool,))
     if kind is list:

@@ -48,14 +48,11 @@ def _write_head_widths(m: Model) -> dict[str, Any]:
     return {**widths, "qk_head_dim": sizes["d_kv"], "head_dim": m.d_rope}
 
 
-FIRST_DENSE = "first_k_dense_replace"
-
-
-def read_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
+def _read_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key for the layers without experts, the first ones of a config.json. Raises Inexpressible."""
-    count = read_value(config_json, FIRST_DENSE, NEEDED, (int,))
+    count = read_value(config_json, "first_k_dense_replace", NEEDED, (int,))
     if not 0 <= count <= MOST_LAYERS:
-        raise Inexpressible(FIRST_DENSE, count, f"is no number of layers up to {MOST_LAYERS}")
+        raise Inexpressible("first_k_dense_replace", count, f"is no number of layers up to {MOST_LAYERS}")
     return {"dense_layers": list(range(count))}
 
 
@@ -139,28 +136,31 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def _build_rules_of_both_versions(
-    llama: Sequence[Rule], expert_defaults: tuple[int, int, int], default_weight_scale: float, default_dense_layers: int
-) -> list[Rule]:
+def build_expert_rules(number: int, width: int, shared: int, scale: float, dense: int) -> list[Rule]:
+    """Return the rules for a config.json on a family's experts, with its defaults: their number, width and the number
+    of shared ones; the scale of their weights; the number of layers, the first, that have none."""
+    key = "first_k_dense_replace"
+    return [
+        Renamed("n_routed_experts num_local_experts", "experts", number),
+        Renamed("moe_intermediate_size", "expert_d_ff", width),
+        Renamed("n_shared_experts", "shared_experts", shared),
+        Renamed("routed_scaling_factor", "router_scale", scale),
+        FunctionRule(
+            key, lambda json: _read_dense_layers({key: dense, **json}), lambda m: {key: len(m.dense_layers)}
+        ),
+    ]  # fmt: skip
+
+
+def _build_rules_of_both_versions(llama: Sequence[Rule], experts: Sequence[Rule]) -> list[Rule]:
     """Return the rules for a config.json that DeepSeek-V2 and V3 share, with the defaults in which they differ: those
-    of `llama`; of `expert_defaults` their number, width and the number of shared ones; the `default_weight_scale` of
-    their weights; the number of the `default_dense_layers` layers that have none."""
-    number, width, shared = expert_defaults
+    of `llama`, and of their `experts`."""
     return [
         *(rule for rule in llama if not isinstance(rule, RotaryRule)),
         FunctionRule(_POSITIONS.theirs, _read_rotary_positions, _write_rotary_positions),
         FunctionRule(" ".join((*_WIDTHS, "qk_head_dim", "head_dim")), _read_head_widths, _write_head_widths),
         Renamed("kv_lora_rank", "kv_latent", 512),
         Renamed("q_lora_rank", "q_latent", 1536, null=0, written=lambda m: m.q_latent or None),
-        Renamed("n_routed_experts num_local_experts", "experts", number),
-        Renamed("moe_intermediate_size", "expert_d_ff", width),
-        Renamed("n_shared_experts", "shared_experts", shared),
-        Renamed("routed_scaling_factor", "router_scale", default_weight_scale),
-        FunctionRule(
-            FIRST_DENSE,
-            lambda json: read_dense_layers({FIRST_DENSE: default_dense_layers, **json}),
-            lambda m: {FIRST_DENSE: len(m.dense_layers)},
-        ),
+        *experts,
         Only("attention_bias", (False,)),
         Only("moe_layer_freq", (1,), written=False),
     ]
@@ -188,12 +188,13 @@ _FIXED = {**LLAMA_FIXED, "capacity_factor": 0.0}
 _FREE = {"initializer_range": 0.02, "output_router_logits": False, "pretraining_tp": 1}
 _IGNORED = "auto_map aux_loss_alpha ep_size seq_aux router_aux_loss_coef"
 
+_V2_LLAMA = build_llama_rules(102400, 11008, 2048, None)
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     {**_FIXED, "router": "softmax", "router_normalised": False, "rope_pairs": "neighbours"},
     [
-        *_build_rules_of_both_versions(build_llama_rules(102400, 11008, 2048, None), (64, 1407, 2), 1.0, 0),
+        *_build_rules_of_both_versions(_V2_LLAMA, build_expert_rules(64, 1407, 2, 1.0, 0)),
         Renamed("num_experts_per_tok", "experts_per_token"),
         FunctionRule("topk_method n_group topk_group", _read_router_groups, _write_router_groups),
         Only("scoring_func", ("softmax",), written=False),
@@ -210,7 +211,7 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     {**_FIXED, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
     [
-        *_build_rules_of_both_versions(_V3_LLAMA, (256, 2048, 1), 2.5, 3),
+        *_build_rules_of_both_versions(_V3_LLAMA, build_expert_rules(256, 2048, 1, 2.5, 3)),
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("n_group", "router_groups", 8),
         Renamed("topk_group", "router_groups_kept", 4),

@@ -89,8 +89,7 @@ def _pair_mxfp4(name: str, tensors: Mapping[str, Stored], ends: tuple[str, str])
 
 
 def compute_bytes(tensor: QuantisedTensor, start: int, end: int, read: ReadBytes) -> Tensor:
-    """Return bytes [start, end) of a quantised tensor as bfloat16, uint8. `read`: function of a file, start and end
-    that reads the bytes between."""
+    """Return bytes [start, end) of a quantised tensor in bfloat16; `read`: reader of bytes (file, start, end)."""
     width, (first, last) = tensor.shape[-1], (start // _SIZE, end // _SIZE)
     row, end_row = first // width, -(-last // width)
     compute = _compute_mxfp4_rows if tensor.block is None else _compute_fp8_rows

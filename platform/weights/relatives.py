@@ -9,6 +9,7 @@ from typing import Any
 
 from platform.config.fields import Model
 from platform.weights.config_keys import (
+    MOST_LAYERS,
     NEEDED,
     ConfigJson,
     Family,
@@ -27,7 +28,7 @@ from platform.weights.config_keys import (
     resolve_sizes,
     special_token_defaults,
 )
-from platform.weights.deepseek import FIRST_DENSE, read_dense_layers
+from platform.weights.deepseek import build_expert_rules
 from platform.weights.llama import (
     FUSED,
     HEAD_DIM,
@@ -39,106 +40,69 @@ from platform.weights.llama import (
 )
 
 _RANGE = {"initializer_range": 0.02}
-_OUTPUT_NORMS = {
-    "post_attention_layernorm": "attention.output_norm",
-    "post_feedforward_layernorm": "mlp.output_norm",
-}
-_OLMO = {
-    **LLAMA_FIXED,
-    "input_norm": False,
-    "output_norm": True,
-    "query_key_norm": True,
-    "query_key_norm_over": "heads",
-}
+_OUTPUT_NORMS = {"post_attention_layernorm": "attention.output_norm", "post_feedforward_layernorm": "mlp.output_norm"}
+_OLMO = {**LLAMA_FIXED, "input_norm": False, "output_norm": True}
+_OLMO |= {"query_key_norm": True, "query_key_norm_over": "heads"}
 _OLMO_RULES = [BiasRule("attention_bias"), Free("", {**_RANGE, **special_token_defaults(None, 50279, 1)})]
+_OLMO2_RULES = [*build_llama_rules(50304, 11008, 2048, None, eps=1e-5), *_OLMO_RULES]
+_BY_LAYER = LayerRotaryRule("", LayerWindowRule("sliding_window layer_types", 4096, 4), RotaryRule(theta=5e5), 5e5)
+_OLMO3_RULES = [*build_llama_rules(50304, 11008, 2048, None, eps=1e-5, rotary=_BY_LAYER), *_OLMO_RULES]
+_OLMO_NAMES = llama_names(of_layer=_OUTPUT_NORMS)
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _OLMO, _OLMO2_RULES, **_OLMO_NAMES)
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", _OLMO, _OLMO3_RULES, **_OLMO_NAMES)
 
-OLMO2 = Family(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    _OLMO,
-    [*build_llama_rules(50304, 11008, 2048, None, eps=1e-5), *_OLMO_RULES],
-    **llama_names(of_layer=_OUTPUT_NORMS),
-)
-
-_LAYERED = LayerRotaryRule(
-    "", LayerWindowRule("sliding_window layer_types", 4096, every=4), RotaryRule(theta=500000.0), 500000.0
-)
-OLMO3 = Family(
-    "olmo3",
-    "Olmo3ForCausalLM",
-    _OLMO,
-    [*build_llama_rules(50304, 11008, 2048, None, eps=1e-5, rotary=_LAYERED), *_OLMO_RULES],
-    **llama_names(of_layer=_OUTPUT_NORMS),
-)
-
-_WINDOW = Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None)
 _FUSED_GATE = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
+_FUSED_QUERY = {"self_attn.qkv_proj": "attention.query attention.key attention.value"}
+_LONG = RotaryRule(share=1.0, original=4096)
+_PHI3_RULES = [
+    *build_llama_rules(32064, 8192, 4096, None, d_model=3072, eps=1e-5, rotary=_LONG),
+    *(Only(name, (0.0, 0)) for name in ("resid_pdrop", "embd_pdrop")),
+    Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None),
+    Free("", {**_RANGE, **special_token_defaults(1, 32000, 32000)}),
+]
 PHI3 = Family(
-    "phi3",
-    "Phi3ForCausalLM",
-    LLAMA_FIXED,
-    [
-        *build_llama_rules(
-            32064, 8192, 4096, None, d_model=3072, eps=1e-5, rotary=RotaryRule(share=1.0, original=4096)
-        ),
-        *(Only(name, (0.0, 0)) for name in ("resid_pdrop", "embd_pdrop")),
-        _WINDOW,
-        Free("", {**_RANGE, **special_token_defaults(1, 32000, 32000)}),
-    ],
-    **llama_names(of_layer={"self_attn.qkv_proj": "attention.query attention.key attention.value", **_FUSED_GATE}),
-)
+    "phi3", "Phi3ForCausalLM", LLAMA_FIXED, _PHI3_RULES, **llama_names(of_layer={**_FUSED_QUERY, **_FUSED_GATE})
+)  # fmt: skip
 
 
 def _read_score_width(config_json: ConfigJson) -> dict[str, Any]:
-    """Return our model keys for the width by which a Gemma config.json scales scores, and that which scales embeddings.
-    Raises Inexpressible."""
+    """Return our model keys for what a Gemma config.json scales by widths: scores, embeddings. Raises Inexpressible."""
     width = read_value(config_json, "query_pre_attn_scalar", 256, (int, float))
     if width <= 0:
         raise Inexpressible("query_pre_attn_scalar", width, "must be > 0")
-    return {
-        "attention_scale": width**-0.5,
-        "embedding_scale": sqrt(read_value(config_json, "hidden_size", 2304, (int,))),
-    }
+    d_model = read_value(config_json, "hidden_size", 2304, (int,))
+    return {"attention_scale": width**-0.5, "embedding_scale": sqrt(max(0, d_model))}
 
 
 def _write_score_width(m: Model) -> dict[str, Any]:
     """Return the width by which a model's scores are scaled for a Gemma config.json, in whole numbers."""
-    width = m.attention_scale**-2 if m.attention_scale else resolve_sizes(m)["d_kv"]
-    return {"query_pre_attn_scalar": max(1, round(width))}
+    return {"query_pre_attn_scalar": max(1, round(_score_scale(m) ** -2))}
 
 
-GEMMA3 = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    {**LLAMA_FIXED, "norm": "rmsnorm_centred", "output_norm": True, "query_key_norm": True},
-    [
-        *build_llama_rules(
-            *(262208, 9216, 131072, 4),
-            d_model=2304,
-            layers=26,
-            heads=8,
-            activation_key=("hidden_activation", "gelu_pytorch_tanh"),
-            activations={"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"},
-            tied=True,
-            rotary=LayerRotaryRule(
-                "",
-                LayerWindowRule("sliding_window layer_types sliding_window_pattern", 4096, every=6),
-                RotaryRule(theta=1e6),
-                10000.0,
-            ),
-        ),
-        Renamed("head_dim", "d_kv", 256),
-        BiasRule("attention_bias"),
-        FunctionRule("query_pre_attn_scalar", _read_score_width, _write_score_width),
-        Only("final_logit_softcapping", (None,)),
-        Only("attn_logit_softcapping", (None,)),
-        Only("use_bidirectional_attention", (False, None)),
-        Free("cache_implementation", {**_RANGE, "_sliding_window_pattern": 6, **special_token_defaults(2, 1, 0)}),
-    ],
-    **llama_names(of_layer={**_OUTPUT_NORMS, "pre_feedforward_layernorm": "mlp.norm"}),
-)
+def _score_scale(m: Model) -> float:
+    """Return the factor on a model's attention scores, also where our 0 stands for it."""
+    return m.attention_scale or resolve_sizes(m)["d_kv"] ** -0.5
 
-_UNROTATED = "no_rope_layers no_rope_layer_interval"
+
+_GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
+_GEMMA_WINDOWS = LayerWindowRule("sliding_window layer_types sliding_window_pattern", 4096, 6)
+_GEMMA_RULES = [
+    *build_llama_rules(
+        262208, 9216, 131072, 4, d_model=2304, layers=26, heads=8, tied=True, activations=_GATES,
+        activation_key=("hidden_activation", "gelu_pytorch_tanh"),
+        rotary=LayerRotaryRule("", _GEMMA_WINDOWS, RotaryRule(theta=1e6), 1e4),
+    ),
+    Renamed("head_dim", "d_kv", 256),
+    BiasRule("attention_bias"),
+    FunctionRule("query_pre_attn_scalar", _read_score_width, _write_score_width),
+    *(Only(f"{part}_logit_softcapping", (None,)) for part in ("final", "attn")),
+    Only("use_bidirectional_attention", (False, None)),
+    Free("cache_implementation", {**_RANGE, "_sliding_window_pattern": 6, **special_token_defaults(2, 1, 0)}),
+]  # fmt: skip
+_GEMMA = {**LLAMA_FIXED, "norm": "rmsnorm_centred", "output_norm": True, "query_key_norm": True}
+_GEMMA_NAMES = llama_names(of_layer={**_OUTPUT_NORMS, "pre_feedforward_layernorm": "mlp.norm"})
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _GEMMA, _GEMMA_RULES, **_GEMMA_NAMES)
+
 _WINDOWS = LayerWindowRule("use_sliding_window sliding_window layer_types")
 
 
@@ -146,17 +110,16 @@ def _read_unrotated_layers(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model keys for the layers of a SmolLM3 config.json without rotary positions, which alone have a window
     unless it says otherwise. Raises Inexpressible."""
     layers = read_value(config_json, "num_hidden_layers", NEEDED, (int,))
-    interval = read_value(config_json, "no_rope_layer_interval", 4, (int,))
+    interval = max(1, read_value(config_json, "no_rope_layer_interval", 4, (int,)))
     rotated = read_value(config_json, "no_rope_layers", None, (list, type(None)))
-    if rotated is None and interval > 0:
-        rotated = [int((i + 1) % interval > 0) for i in range(min(layers, 1000))]
-    if rotated is None or not all(type(n) is int and n in (0, 1) for n in rotated) or len(rotated) < layers:
+    if rotated is None:
+        rotated = [int((i + 1) % interval > 0) for i in range(min(layers, MOST_LAYERS))]
+    if len(rotated) < min(layers, MOST_LAYERS) or not all(type(n) is int and n in (0, 1) for n in rotated):
         raise Inexpressible("no_rope_layers", rotated, "must be 0 or 1 for each layer")
+    used = config_json.get("use_sliding_window") and config_json.get("layer_types") is None
+    kinds = {"layer_types": [("sliding_attention", "full_attention")[n] for n in rotated[:layers]]} if used else {}
     unrotated = [i for i, n in enumerate(rotated[:layers]) if not n]
-    kinds = ["sliding_attention" if i in unrotated else "full_attention" for i in range(len(rotated[:layers]))]
-    used = config_json.get("use_sliding_window") and config_json.get("sliding_window")
-    implied = {"layer_types": kinds} if used and config_json.get("layer_types") is None else {}
-    return {"no_rope_layers": unrotated, **_WINDOWS.read_model_keys({**config_json, **implied})}
+    return {"no_rope_layers": unrotated, **_WINDOWS.read_model_keys({**config_json, **kinds})}
 
 
 def _write_unrotated_layers(m: Model) -> dict[str, Any]:
@@ -165,115 +128,73 @@ def _write_unrotated_layers(m: Model) -> dict[str, Any]:
     return {"no_rope_layers": rotated, "no_rope_layer_interval": 4, **_WINDOWS.write_config_keys(m)}
 
 
-SMOLLM3 = Family(
-    "smollm3",
-    "SmolLM3ForCausalLM",
-    LLAMA_FIXED,
-    [
-        *build_llama_rules(
-            *(128256, 11008, 32768, 4), d_model=2048, layers=36, heads=16, tied=True, rotary=RotaryRule(theta=2e6)
-        ),
-        BiasRule(),
-        FunctionRule(f"{_UNROTATED} {_WINDOWS.theirs}", _read_unrotated_layers, _write_unrotated_layers),
-        Free("pretraining_tp", {**_RANGE, **special_token_defaults(128000, 128001, 128004)}),
-    ],
-    **llama_names(),
-)
+_UNROTATED = f"no_rope_layers no_rope_layer_interval {_WINDOWS.theirs}"
+_BASE = RotaryRule(theta=2e6)
+_SMOLLM3_RULES = [
+    *build_llama_rules(128256, 11008, 32768, 4, d_model=2048, layers=36, heads=16, tied=True, rotary=_BASE),
+    BiasRule(),
+    FunctionRule(_UNROTATED, _read_unrotated_layers, _write_unrotated_layers),
+    Free("pretraining_tp", {**_RANGE, **special_token_defaults(128000, 128001, 128004)}),
+]
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", LLAMA_FIXED, _SMOLLM3_RULES, **llama_names())
 
 
 def _read_logit_scale(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key for what divides the logits in a Granite config.json. Raises Inexpressible."""
-    divisor = read_value(config_json, "logits_scaling", 1.0, (int, float))
-    if divisor <= 0:
+    if (divisor := read_value(config_json, "logits_scaling", 1.0, (int, float))) <= 0:
         raise Inexpressible("logits_scaling", divisor, "must be > 0")
     return {"logit_scale": 1 / divisor}
 
 
 def _write_logit_scale(m: Model) -> dict[str, Any]:
     """Return what divides a model's logits for a Granite config.json: a round number, if it means the same."""
-    exact = 1 / m.logit_scale
-    short = float(f"{exact:.12g}")
+    exact, short = 1 / m.logit_scale, float(f"{1 / m.logit_scale:.12g}")
     return {"logits_scaling": short if 1 / short == m.logit_scale else exact}
 
 
-GRANITE = Family(
-    "granite",
-    "GraniteForCausalLM",
-    LLAMA_FIXED,
-    [
-        *build_llama_rules(32000, 11008, 2048, None),
-        BiasRule(),
-        Renamed("embedding_multiplier", "embedding_scale", 1.0),
-        Renamed("residual_multiplier", "residual_scale", 1.0),
-        Renamed(
-            "attention_multiplier",
-            "attention_scale",
-            1.0,
-            written=lambda m: m.attention_scale or resolve_sizes(m)["d_kv"] ** -0.5,
-        ),
-        FunctionRule("logits_scaling", _read_logit_scale, _write_logit_scale),
-        Free("", {**_RANGE, **special_token_defaults(1, 2)}),
-    ],
-    **llama_names(),
-)
+_GRANITE_RULES = [
+    *build_llama_rules(32000, 11008, 2048, None),
+    BiasRule(),
+    *(Renamed(f"{part}_multiplier", f"{part}_scale", 1.0) for part in ("embedding", "residual")),
+    Renamed("attention_multiplier", "attention_scale", 1.0, written=_score_scale),
+    FunctionRule("logits_scaling", _read_logit_scale, _write_logit_scale),
+    Free("", {**_RANGE, **special_token_defaults(1, 2)}),
+]
+GRANITE = Family("granite", "GraniteForCausalLM", LLAMA_FIXED, _GRANITE_RULES, **llama_names())
 
 _HALF = RotaryRule(share=0.5)
-_INNER_BIASES = {True: "qkv", False: "none"}
-GLM4 = Family(
-    "glm4",
-    "Glm4ForCausalLM",
-    {**LLAMA_FIXED, "output_norm": True, "rope_pairs": "neighbours"},
-    [
-        *build_llama_rules(151552, 13696, 131072, 2, layers=40, eps=1.5625e-07, rotary=_HALF),
-        Renamed("head_dim", "d_kv", 128),
-        Words("attention_bias", "attention_bias", _INNER_BIASES, True),
-        Free("", {**_RANGE, **special_token_defaults(None, None, 151329)}),
-    ],
-    **llama_names(
-        of_layer={
-            **_FUSED_GATE,
-            "post_self_attn_layernorm": "attention.output_norm",
-            "post_mlp_layernorm": "mlp.output_norm",
-        }
-    ),
-)
+_BIASES = {True: "qkv", False: "none"}
+_AROUND = {"post_self_attn_layernorm": "attention.output_norm", "post_mlp_layernorm": "mlp.output_norm"}
+_GLM4 = {**LLAMA_FIXED, "output_norm": True, "rope_pairs": "neighbours"}
+_GLM4_RULES = [
+    *build_llama_rules(151552, 13696, 131072, 2, layers=40, eps=1.5625e-07, rotary=_HALF),
+    Renamed("head_dim", "d_kv", 128),
+    Words("attention_bias", "attention_bias", _BIASES, True),
+    Free("", {**_RANGE, **special_token_defaults(None, None, 151329)}),
+]
+GLM4 = Family("glm4", "Glm4ForCausalLM", _GLM4, _GLM4_RULES, **llama_names(of_layer={**_FUSED_GATE, **_AROUND}))
 
 _MLP = "model.layers.{i}.mlp"
 _BESIDE = [
     TensorRow(f"{_MLP}.gate.e_score_correction_bias", ("layers.{i}.mlp.choice_bias",)),
     *module_rows({f"{_MLP}.shared_experts.{n}_proj": f"layers.{{i}}.mlp.shared.{n}" for n in ("gate", "up", "down")}),
 ]
-GLM4_MOE = Family(
-    "glm4_moe",
-    "Glm4MoeForCausalLM",
-    {**LLAMA_FIXED, "capacity_factor": 0.0, "router": "sigmoid", "router_bias": True, "router_group_best": 2},
-    [
-        *build_llama_rules(151552, 10944, 131072, 8, layers=46, heads=96, eps=1e-5, rotary=_HALF),
-        HEAD_DIM,
-        Words("attention_bias", "attention_bias", _INNER_BIASES, False),
-        Renamed("use_qk_norm", "query_key_norm", False),
-        Renamed("n_routed_experts num_local_experts", "experts", 128),
-        Renamed("num_experts_per_tok", "experts_per_token", 8),
-        Renamed("moe_intermediate_size", "expert_d_ff", 1408),
-        Renamed("n_shared_experts", "shared_experts", 1),
-        Renamed("routed_scaling_factor", "router_scale", 1.0),
-        Renamed("n_group", "router_groups", 1),
-        Renamed("topk_group", "router_groups_kept", 1),
-        Renamed("norm_topk_prob", "router_normalised", True),
-        FunctionRule(
-            FIRST_DENSE,
-            lambda json: read_dense_layers({FIRST_DENSE: 1, **json}),
-            lambda m: {FIRST_DENSE: len(m.dense_layers)},
-        ),
-        Free(
-            "num_mtp_layers router_aux_loss_coef",
-            {
-                **_RANGE,
-                "num_nextn_predict_layers": 1,
-                "output_router_logits": False,
-                **special_token_defaults(None, None),
-            },
-        ),
-    ],
-    **llama_names([*build_expert_rows("mlp", "gate_proj", "up_proj", "down_proj"), *_BESIDE], [*FUSED, *_BESIDE]),
-)
+_GLM4_MOE_NAMES = llama_names(
+    [*build_expert_rows("mlp", "gate_proj", "up_proj", "down_proj"), *_BESIDE], [*FUSED, *_BESIDE]
+)  # fmt: skip
+_SIGMOID = {"capacity_factor": 0.0, "router": "sigmoid", "router_bias": True, "router_group_best": 2}
+_GLM4_MOE_RULES = [
+    *build_llama_rules(151552, 10944, 131072, 8, layers=46, heads=96, eps=1e-5, rotary=_HALF),
+    HEAD_DIM,
+    Words("attention_bias", "attention_bias", _BIASES, False),
+    Renamed("use_qk_norm", "query_key_norm", False),
+    *build_expert_rules(128, 1408, 1, 1.0, 1),
+    Renamed("num_experts_per_tok", "experts_per_token", 8),
+    Renamed("n_group", "router_groups", 1),
+    Renamed("topk_group", "router_groups_kept", 1),
+    Renamed("norm_topk_prob", "router_normalised", True),
+    Free("num_mtp_layers router_aux_loss_coef", {
+        **_RANGE, "num_nextn_predict_layers": 1, "output_router_logits": False, **special_token_defaults(None, None)
+    }),
+]  # fmt: skip
+GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", {**LLAMA_FIXED, **_SIGMOID}, _GLM4_MOE_RULES, **_GLM4_MOE_NAMES)

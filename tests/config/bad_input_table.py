@@ -202,11 +202,11 @@ model.kv_latent=8 model.rope_share=0.5 | model.rope_share=0.5: model.kv_latent=8
 model.no_rope_layers=[1] | model.no_rope_layers=[1]: model.positions=learned has no rotations | []
 model.positions=rope model.no_rope_layers=[1,9] | model.no_rope_layers=9: layers are 0 to 3 | 3
 model.positions=rope model.window_rope_theta=50 | model.window_rope_theta=50.0: model.window=0 is no window | 0
-model.post_norm=true model.parallel_residual=true | model.parallel_residual=true: model.post_norm=true adds in | false
+model.post_norm=true model.parallel_residual=true | model.parallel_residual=true: model.post_norm=true has one | false
 model.parallel_residual=true model=t5_tiny | model.parallel_residual=true: model.kind=encoder_decoder reads its | false
 model.d_rope=4 | model.d_rope=4: model.kv_latent=0 is no latent attention | 0
 model.d_value=4 model.q_latent=8 | model.q_latent=8: model.kv_latent=0 is no latent attention | 0
-model.post_norm=true model.input_norm=false | model.input_norm=false: model.post_norm=true has one norm a layer | true
+model.post_norm=true model.input_norm=false | model.input_norm=false: model.post_norm=true has one norm a | true
 model.post_norm=true model.output_norm=true | model.output_norm=true: model.post_norm=true has one norm a layer | false
 model.kv_latent=8 | model.positions=learned: model.kv_latent=8 rotates a part of queries and keys | rope
 model.kv_latent=8 | model.attention_bias=all: model.kv_latent=8 has no biases | none
