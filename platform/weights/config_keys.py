@@ -243,12 +243,15 @@ class RotaryRule(Rule):
         """Return what transformers takes for a number of rotary positions that a config.json lacks, or says otherwise:
         the original length beside rope_parameters, the factor by both lengths, yarn's magnitude by its two weights,
         which are taken out of `scaling`."""
-        lengths = [config_json.get(_LENGTH), config_json.get(_ORIGINAL, self.original) or scaling.get(_ORIGINAL)]
+        lengths: list[Any] = [
+            config_json.get(_LENGTH),
+            config_json.get(_ORIGINAL, self.original) or scaling.get(_ORIGINAL),
+        ]
         if name == _ORIGINAL:
             return lengths[1] or lengths[0]
         if name == "factor" and kind in ("yarn", "longrope") and all(type(n) is int and n > 0 for n in lengths):
             return max(1.0, lengths[0] / lengths[1])
-        weights = [scaling.get(weight) for weight in _YARN_WEIGHTS]
+        weights: list[Any] = [scaling.get(weight) for weight in _YARN_WEIGHTS]
         if name == "attention_factor" and kind == "yarn" and all(type(w) in (int, float) and w > 0 for w in weights):
             top, of_all = (yarn_magnitude(scaling.get("factor") or 1.0, scaling.pop(w)) for w in _YARN_WEIGHTS)
             return top / of_all

@@ -195,7 +195,7 @@ class SavedModel:
         """Return bytes [start, end) of a file of the saved weights, or of one that is computed of quantised ones."""
         if (tensor := self._computed.get(file)) is None:
             return self._folder.read(file, start, end)
-        return memoryview(compute_bytes(tensor, start, end, self._folder.read).numpy())
+        return compute_bytes(tensor, start, end, self._folder.read).numpy().data
 
     def has_equal_tensors(self, one: str, other: str) -> bool:
         """Return True if two tensors of the saved model, by their names in its files, are equal in every bit."""

@@ -17,6 +17,7 @@ from tests.answers.cached import logits_seen, say, some_texts, uncached, whole_w
 from tests.harness.oracle import MODELS, configure
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
+from tests.runtime.oracle.test_words import WORDS
 
 TOKENS = 6
 LAYOUT = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
@@ -49,6 +50,8 @@ OTHERS = {
     "llama": MODELS["llama"],
     "modern": MODELS["modern"],
     "latent": MODELS["latent"],
+    "gemma": {**MODELS["llama"], **WORDS["around a layer"], "d_kv": 8, "rope_share": 0.5},
+    "side by side": {**MODELS["llama"], "parallel_residual": True, "no_rope_layers": [1]},
     "sinusoidal": {"positions": "sinusoidal", "window": 4, "attention_sinks": True, "tied": False},
     "t5": {**MODELS["t5"], "tied": False},
     "original": {**MODELS["original"], "tied": False},

@@ -21,7 +21,11 @@ def norm(c: Model, w: Weights, name: str, x: Tensor) -> Tensor:
     if f"{name}.bias" in w:
         x = x - x.mean(-1, keepdim=True)
         return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.gain"] + w[f"{name}.bias"]
-    return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.gain"]
+    return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * gain_of(c, w[f"{name}.gain"])
+
+
+def gain_of(c: Model, gain: Tensor) -> Tensor:
+    return 1 + gain if c.norm == "rmsnorm_centred" else gain
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -34,8 +38,8 @@ GATES = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "swiglu": 
 
 
 def rotated(c: Model, x: Tensor) -> Tensor:
-    """Rotary positions of [batch, heads, length, d_kv], with angles scaled pair by pair."""
-    pairs, out = x.shape[-1] // 2, torch.empty_like(x)
+    """Rotary positions of the first elements of [batch, heads, length, d_kv], with angles scaled pair by pair."""
+    pairs, out = int(x.shape[-1] * c.rope_share) // 2, x.clone()
     for i in range(pairs):
         angle = c.rope_theta ** (-i / pairs)
         if c.rope_scaling == "linear":
@@ -79,7 +83,7 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
         z = z + w[f"{name}.{kind}_bias"].flatten() if f"{name}.{kind}_bias" in w else z
         z = z.view(*y.shape[:2], *weight.shape[:-1])
         if kind != "value" and c.query_key_norm:
-            gain = w[f"{name}.{kind}_norm.gain"]  # of each head, or of all heads
+            gain = gain_of(c, w[f"{name}.{kind}_norm.gain"])  # of each head, or of all heads
             z = F.rms_norm(z, gain.shape, gain, c.norm_eps)
         z = z.transpose(1, 2)
         z = rotated(c, z) if kind != "value" and c.positions == "rope" else z
@@ -114,7 +118,7 @@ def feed_forward(c: Model, w: Weights, name: str, x: Tensor) -> Tensor:
 def embed(
     c: Model, w: Weights, prefix: str, tokens: Tensor, segments: Tensor | None = None, begins: Tensor | None = None
 ) -> Tensor:
-    x = F.embedding(tokens.clamp(min=0), w["embedding"])
+    x = F.embedding(tokens.clamp(min=0), w["embedding"]) * c.embedding_scale
     if c.positions == "learned":
         place = torch.arange(tokens.shape[1])
         x = x + w[f"{prefix}position"][place - begins if c.within_documents and begins is not None else place]
@@ -152,17 +156,27 @@ def stack(
         rows = [[bucket(j - i, c.buckets, c.distance, padding is not None) for j in range(n)] for i in range(n)]
         more = more + w[f"{prefix}relative_bias"][torch.tensor(rows)].permute(2, 0, 1)
 
-    def layer(name, x, f):
-        return norm(c, w, f"{name}.norm", x + f(x)) if c.post_norm else x + f(norm(c, w, f"{name}.norm", x))
+    def layer(name, x, f, read=None):
+        if c.post_norm:
+            return norm(c, w, f"{name}.norm", x + c.residual_scale * f(x))
+        read = x if read is None else read
+        y = f(norm(c, w, f"{name}.norm", read) if c.input_norm else read)
+        return x + c.residual_scale * (norm(c, w, f"{name}.output_norm", y) if c.output_norm else y)
 
     for i in range(c.layers):
         name = f"{prefix}layers.{i}"
         added = more if padding is not None else more + HIDDEN * behind(c, n, i, begins).to(x.dtype)
-        x = layer(f"{name}.attention", x, lambda y: attention(c, w, f"{name}.attention", y, y, added))  # noqa: B023
+        mine, read = c, x
+        if c.window_rope_theta and (not c.window_layers or i in c.window_layers):
+            mine = replace(c, rope_theta=c.window_rope_theta, rope_scaling="none")
+        if i in c.no_rope_layers:
+            mine = replace(c, positions="none")
+        x = layer(f"{name}.attention", x, lambda y: attention(mine, w, f"{name}.attention", y, y, added))  # noqa: B023
         if memory is not None:
             unseen = HIDDEN * memory_padding[:, None, None].to(x.dtype)
             x = layer(f"{name}.cross", x, lambda y: attention(c, w, f"{name}.cross", y, memory, unseen))  # noqa: B023
-        x = layer(f"{name}.mlp", x, lambda y: feed_forward(c, w, f"{name}.mlp", y))  # noqa: B023
+        read = read if c.parallel_residual else x
+        x = layer(f"{name}.mlp", x, lambda y: feed_forward(c, w, f"{name}.mlp", y), read)  # noqa: B023
     return x if c.post_norm else norm(c, w, f"{prefix}norm", x)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness.oracle import configure, prove
+from platform.runtime import compilation
+from tests.harness.oracle import compare, configure, prove, run, serial
+from tests.runtime import test_memory
 
 LLAMA: dict[str, Any] = {"kv_heads": 2, "norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False,
                          "tied": False}  # fmt: skip
@@ -40,3 +42,20 @@ FIRST = CASES[:: len(PLANS)]  # each words under one plan, each plan with some
 )
 def test_equals_one_process(words, plan):
     prove(configure(**{**LLAMA, **WORDS[words], **PLANS[plan]}))
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_what_is_kept_for_the_backward_pass_is_metered(words, monkeypatch):
+    monkeypatch.setitem(test_memory.MODELS, "words", {**LLAMA, **WORDS[words]})
+    test_memory.test_saved_for_backward(("1d_sp", {"t": 2}, "words"))
+    if WORDS[words].get("norm") != "layernorm":
+        test_memory.test_bytes_in_16_bits("3d", {"x": 1, "y": 2, "z": 2}, "words")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", WORDS)
+def test_compiled_blocks_equal_one_process(words, monkeypatch):
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    c = configure(**{**LLAMA, **WORDS[words]})
+    c.train.compile = "on"
+    compare(c, *run(c), serial(c))
