@@ -57,8 +57,9 @@ _LONG = RotaryRule(share=1.0, original=4096)
 _PHI3_RULES = [
     *build_llama_rules(32064, 8192, 4096, None, d_model=3072, eps=1e-5, rotary=_LONG),
     *(Only(name, (0.0, 0)) for name in ("resid_pdrop", "embd_pdrop")),
+    *(Only(f"{part}_bias", (False,), written=False) for part in ("attention", "mlp", "lm_head")),
     Renamed("sliding_window", "window", None, null=0, written=lambda m: m.window or None),
-    Free("", {**_RANGE, **special_token_defaults(1, 32000, 32000)}),
+    Free("auto_map full_attn_mod interpolate_factor", {**_RANGE, **special_token_defaults(1, 32000, 32000)}),
 ]
 PHI3 = Family(
     "phi3", "Phi3ForCausalLM", LLAMA_FIXED, _PHI3_RULES, **llama_names(of_layer={**_FUSED_QUERY, **_FUSED_GATE})
@@ -134,7 +135,7 @@ _SMOLLM3_RULES = [
     *build_llama_rules(128256, 11008, 32768, 4, d_model=2048, layers=36, heads=16, tied=True, rotary=_BASE),
     BiasRule(),
     FunctionRule(_UNROTATED, _read_unrotated_layers, _write_unrotated_layers),
-    Free("pretraining_tp", {**_RANGE, **special_token_defaults(128000, 128001, 128004)}),
+    Free("pretraining_tp max_window_layers", {**_RANGE, **special_token_defaults(128000, 128001, 128004)}),
 ]
 SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", LLAMA_FIXED, _SMOLLM3_RULES, **llama_names())
 
