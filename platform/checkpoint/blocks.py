@@ -168,7 +168,8 @@ def _format_box(box: Box) -> str:
 
 
 ITEMSIZE = {  # element type, as torch names it -> bytes of an element
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1,
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1,
+    "bool": 1,
 }  # fmt: skip
 
 S = TypeVar("S")

@@ -31,7 +31,7 @@ from platform.checkpoint.moves import Fetch, read_tensor
 META = "elastic_platform_meta"  # key of a checkpoint's `Meta` in the other formats
 SAFETENSORS = {
     "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32",
-    "uint8": "U8", "bool": "BOOL",
+    "uint8": "U8", "int16": "I16", "bool": "BOOL",
 }  # fmt: skip
 LARGEST_HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
 _FROM_SAFETENSORS = {short: DTYPES[name] for name, short in SAFETENSORS.items()}

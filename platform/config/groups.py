@@ -596,6 +596,10 @@ class Optimizer:
         " and a scale for every 256 elements of a parameter of 4096 or more", ("fp32", "bf16", "int8"),
         identity="none",
     )  # fmt: skip
+    masters: str = key(
+        "fp32", "precision=bf16: what master copies are kept in; split: 16 bits beside the bf16 weights, which together"
+        " are the fp32 numbers", ("fp32", "split"), identity="none",
+    )  # fmt: skip
     schedule: str = key(
         "cosine", "learning rate after warm-up",
         ("constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "wsd"), open=True,

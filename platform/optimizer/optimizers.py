@@ -182,6 +182,7 @@ SCALES = "_scale"  # behind the name of a moment in 8 bits: the scales of its bl
 UNSIGNED = ("exp_avg_sq",)  # moments that are never negative
 # kind of device -> elements that are updated at once where moments are stored: what fits a cache, or pays a launch
 PIECES = {"cpu": 1 << 16, "cuda": 1 << 23}
+LOW = "low"  # kind of the low halves of masters, where `model` has the high ones
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
@@ -198,7 +199,7 @@ def _count_moments(o: Optimizer) -> int:
 
 def describe_stored_states(o: Optimizer) -> StoredStates:
     """Return how the configured optimizer's states lie in memory, for the plan."""
-    return StoredStates(o.moments, _count_moments(o)) if o.moments != "fp32" else WIDE_STATES
+    return StoredStates(o.moments, _count_moments(o), o.masters) if is_piecewise(o) else WIDE_STATES
 
 
 def count_stored_numbers(config: Config) -> float:
@@ -217,13 +218,15 @@ def piece_scratch_bytes(o: Optimizer, update: OptimizerUpdate, device: str) -> i
     """Return the bytes of temporary memory of an update piece by piece on a kind of `device`, of one piece's."""
     buckets = update.plan.buckets_of_rank(update.at)
     elements = min(PIECES[device], max((b.shard_elements for b in buckets), default=0))
-    numbers = 8 if o.moments == "int8" else {"adamw": 2, "lion": 1, "sgd": 0}[o.kind]
-    return elements * update.itemsize * (numbers + _count_moments(o))
+    numbers = 0 if o.moments == "fp32" else _count_moments(o)  # wide ones are updated where they are
+    numbers += 8 if o.moments == "int8" else 2 if o.kind == "adamw" and numbers else int(o.kind == "lion")
+    numbers = max(numbers + 1, 2) if o.masters == "split" else numbers
+    return elements * update.itemsize * numbers
 
 
 def is_piecewise(o: Optimizer) -> bool:
     """Return True if the configured optimizer updates piece by piece, from states stored in another form."""
-    return o.moments != "fp32"
+    return o.moments != "fp32" or o.masters != "fp32"
 
 
 def build_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -390,7 +393,7 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
 def reason_against_early_update(config: Config, plan: Plan) -> str:
     """Return why a step's update cannot be launched before its loss and gradient norm are read, for the user; "" if it
     can: then the device itself skips an update whose numbers are not finite."""
-    if is_piecewise(config.optimizer):
+    if config.optimizer.moments != "fp32":
         return f"optimizer.moments={config.optimizer.moments} rounds what the device would skip"
     if not OPTIMIZERS[config.optimizer.kind].skips:
         return f"optimizer={config.optimizer.kind} cannot skip an update on the device"
@@ -431,12 +434,18 @@ def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if the configured optimizer cannot keep its moments in fewer bits, or if the plan cuts a
     parameter inside a block of elements that has one scale (the updates would be others than one process has)."""
     o = config.optimizer
-    if not is_piecewise(o):
+    if o.masters != "fp32":
+        if config.precision != "bf16":
+            constraint = f"precision={config.precision} has no bf16 weights, of which they were the other half"
+            yield format_violation("optimizer.masters", o.masters, constraint, ["fp32", "precision=bf16"])
+        if not OPTIMIZERS[o.kind].stores:
+            constraint = f"optimizer={o.kind} reads whole master copies"
+            yield format_violation("optimizer.masters", o.masters, constraint, ["fp32", *_list_storing_kinds()])
+    if o.moments == "fp32":
         return
     if not OPTIMIZERS[o.kind].stores or not _count_moments(o):
         why = f"optimizer={o.kind} keeps {'all its state' if _count_moments(o) else 'no moments'}"
-        kinds = [k for k, other in OPTIMIZERS.items() if other.stores and k != o.kind]
-        legal = ["fp32", *(f"optimizer={k}" for k in kinds)]
+        legal = ["fp32", *_list_storing_kinds(o.kind)]
         yield format_violation("optimizer.moments", o.moments, f"{why} as it is", legal)
         return
     cut = [p for p in plan.parameters if p.name in plan.scaled and _cuts_blocks(plan, p)]
@@ -445,6 +454,11 @@ def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
         axes = "+".join(plan.mesh.order_axes({a for p in cut for a in plan.layout(p).axes})) or "padding"
         constraint = f"{cut[0].name}{also} is cut by {axes} inside a block of {SCALE_BLOCK} elements with one scale"
         yield format_violation("optimizer.moments", o.moments, constraint, ["bf16", "fp32"])
+
+
+def _list_storing_kinds(but: str = "") -> list[str]:
+    """Return the choices of optimizers whose states can be stored in other forms, as a user types them."""
+    return [f"optimizer={kind}" for kind, other in OPTIMIZERS.items() if other.stores and kind != but]
 
 
 def _cuts_blocks(plan: Plan, p: Parameter) -> bool:

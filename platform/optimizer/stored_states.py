@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from platform.optimizer.optimizers import PIECES, SCALES, UNSIGNED
 from platform.plan.model_types import SCALE_BLOCK
+from platform.runtime.flat_buffers import join_halves, split_halves
 
+Halves = tuple[Tensor, Tensor]  # bf16 and int16: see split_halves
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 EXPONENTS = 7  # powers of ten from 1 down, among which the codes of the table divide their bits
@@ -98,10 +101,18 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
     """Updates flat weights piece by piece, by an inner optimizer that knows a piece alone, and its moments, which are
     decoded before the update and encoded after it."""
 
-    def __init__(self, groups: list[dict[str, Any]], build: Build, moments: Sequence[str], form: str):
-        """Construct the optimizer of groups of flat tensors. `build` constructs the inner one, of these `moments`."""
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        build: Build,
+        moments: Sequence[str],
+        form: str,
+        halves: Mapping[int, Halves] = MappingProxyType({}),
+    ):
+        """Construct the optimizer of groups of flat tensors. `build` constructs the inner one, of these `moments`;
+        `halves`: id of a tensor -> the parts that it consists of, where it has no memory itself (optimizer.masters)."""
         super().__init__(groups, {"weight_decay": 0.0, "scaled": False})
-        self._moments, self._form = moments, form
+        self._moments, self._form, self._halves = moments, form, halves
         lone = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in self.param_groups]
         self._inner = build(lone)
         self._settings = self._inner.param_groups
@@ -110,6 +121,8 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient. `closure` is not supported."""
         assert closure is None, "gradients are there"
+        for name in ("grad_scale", "found_inf"):
+            setattr(self._inner, name, getattr(self, name, None))
         for group, settings in zip(self.param_groups, self._settings, strict=True):
             for w in (w for w in group["params"] if w.grad is not None and w.numel()):
                 self._update_weights(w, {**settings, "lr": group["lr"]}, group["scaled"])
@@ -124,7 +137,8 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         assert gradient is not None, "who has none is left out"
         for start in range(0, w.numel(), PIECES[w.device.type]):
             piece = slice(start, min(start + PIECES[w.device.type], w.numel()))
-            weights = w.detach()[piece].requires_grad_()
+            halves = [half[piece] for half in self._halves.get(id(w), ())]
+            weights = (join_halves(*halves) if halves else w.detach()[piece]).requires_grad_()
             weights.grad = gradient[piece]
             loaded = {} if fresh else {name: load_moment(stored, name, piece, w.dtype) for name in self._moments}
             self._inner.param_groups = [{**settings, "params": [weights]}]
@@ -135,4 +149,7 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
             self._inner.param_groups, weights.grad = [], None  # nothing of a piece lives on
             for name in self._moments:
                 store_moment(stored, name, piece, left.pop(name))
+            if halves:
+                split_halves(weights.detach(), *halves)
+            del weights
         stored.update(left)

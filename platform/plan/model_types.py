@@ -175,10 +175,12 @@ NO_RECOMPUTATION = Recompute()
 @dataclass(frozen=True)
 class StoredStates:
     """Form of an optimizer's states in memory between updates: its moments as `moments` (fp32: the type of master
-    copies; int8: 8 bits, and an fp32 scale for each SCALE_BLOCK elements), of which it keeps `count` per element."""
+    copies; int8: 8 bits, and an fp32 scale for each SCALE_BLOCK elements), of which it keeps `count` per element.
+    `masters`: split where fp32 master copies are the bf16 weights that are computed with, and 16 bits more."""
 
     moments: str = "fp32"
     count: int = 0
+    masters: str = "fp32"
 
     def has_scales(self, elements: int) -> bool:
         """Return True if moments of a trained parameter of so many elements are kept in 8 bits with scales."""

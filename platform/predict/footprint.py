@@ -92,8 +92,10 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     apart = [b for b in trained if compute != master or (b.sharded and not b.has_sharded_weights)]
     less = plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
     saved = plan.count_saved_state_bytes(plan.count_own_masters(at))
+    kept = 2 if plan.stored.masters == "split" else master  # the other half is the copy to compute with
     return {
-        "parameters": (masters + states) * master
+        "parameters": masters * kept
+        + states * master
         + sum(b.shard_elements if b.has_sharded_weights else b.elements for b in (*apart, *frozen)) * compute,
         "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in trained) * master,
         "optimizer": (masters * moments - less + count_factors_of_rank(plan, at)) * master - saved,

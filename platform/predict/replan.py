@@ -40,6 +40,7 @@ class MemoryBudget:
             plan = make_plan(config)
             self.memory = max(memory, predict_peak_bytes(config, plan))
             self._state = state_bytes(plan, count_states_per_element(config))
+            self._half = 2 if plan.stored.masters == "split" else 0
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold_config(self, config: Config) -> bool:
@@ -51,7 +52,7 @@ class MemoryBudget:
         zero, data = config.parallel.zero, config.parallel.data * config.parallel.context
         experts = config.parallel.experts  # divides at most all parameters
         master, compute = self._itemsize["master"], self._itemsize["compute"]
-        updated = (master * self._count + self._state) / (data if zero else experts)
+        updated = ((master - self._half) * self._count + self._state) / (data if zero else experts)
         used = master / (data if zero >= 2 else experts)
         used += (compute if compute != master else 0) / (data if zero == 3 else experts)
         return (updated + self._count * used) / split <= self.memory

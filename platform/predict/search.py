@@ -152,7 +152,10 @@ class SearchOutcome:
         number once."""
         plan = self.tried[0].plan
         parameters = sum(prod(plan.global_shape(p)) for p in plan.parameters)
-        return parameters * plan.itemsize["master"] + state_bytes(plan, count_states_per_element(self.space.config))
+        half = 2 if plan.stored.masters == "split" else 0
+        return parameters * (plan.itemsize["master"] - half) + state_bytes(
+            plan, count_states_per_element(self.space.config)
+        )
 
     @cached_property
     def quickest_fitting_finalist(self) -> Finalist | None:
@@ -273,7 +276,7 @@ class ContenderGrid:
         costs = tuple((cost, name[-1].isdigit()) for name, (cost, _) in self._measured_units.items())
         return Circumstances(
             self.hardware, c.precision, c.model.layers, costs or ((1.0, False),), c.train.global_batch,
-            count_stored_numbers(c), c.parallel.overlap,
+            count_stored_numbers(c) - (c.optimizer.masters == "split") / 2, c.parallel.overlap,
             may_compile(c.train.compile, "cuda") and not (c.model.dropout or c.train.freeze),
             device_kind(c) == "cuda", read_bucket_size(c),
         )  # fmt: skip

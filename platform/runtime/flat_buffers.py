@@ -62,6 +62,10 @@ class FlatBucket:
         self.part = self.masters if is_one_memory else rows[self._index]
         if bucket.has_sharded_weights and not is_one_memory:
             self.part = torch.zeros_like(rows[0])
+        # the low halves of master copies, whose high halves are `part`: `masters` then are places without memory
+        self.low: Tensor | None = None
+        if plan.stored.masters == "split":
+            self.low = self._allocate_flat(len(self.masters), torch.int16)
         # Written through an alias with a version counter of its own: autograd would take a gather in the backward pass
         # for a change of what the forward pass saved.
         self._written = self._whole.data.view(self.bucket.shards, -1)
@@ -91,6 +95,15 @@ class FlatBucket:
         self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
         self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
         self.release_parameters()
+        if self.low is not None:
+            self.masters.untyped_storage().resize_(0)
+
+    def halves_of(self, master: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the high and low halves of a master copy, or of several adjacent ones, in its shape."""
+        assert self.low is not None, "masters are split"
+        start = int(master.storage_offset() - self.masters.storage_offset())
+        parts = (self.part[start : start + master.numel()], self.low[start : start + master.numel()])
+        return parts[0].view(master.shape), parts[1].view(master.shape)
 
     def _allocate_flat(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer of zeros, [elements], in this rank's device memory."""
@@ -123,7 +136,12 @@ class FlatBucket:
     @torch.no_grad()
     def fill_parameter(self, name: str, block: Tensor) -> None:
         """Set a parameter's master copy and compute copy from the tensor `block`, this rank's block of its initial
-        values. Without ZeRO, `block` is the master copy itself."""
+        values. Without ZeRO, `block` is the master copy itself, unless masters are split."""
+        if self.low is not None:
+            if not self.bucket.has_sharded_weights:
+                split_halves(block, self.compute[name], torch.empty_like(block, dtype=torch.int16))
+            split_halves(self.cut_own_master_part(name, block), *self.halves_of(self.master[name]))
+            return
         if self.bucket.sharded:
             start, stop = self.bucket.range_in_shard(name, self._index)
             self.master[name].copy_(block.view(-1)[start:stop])
@@ -136,7 +154,7 @@ class FlatBucket:
     def refresh_compute_copies(self) -> None:
         """Update the compute copies from the master copies after an optimizer step; under ZeRO-1 and 2 this starts the
         all-gather of the ranks' shards, for which `gather_parameters` waits."""
-        if self.part is not self.masters:
+        if self.part is not self.masters and self.low is None:
             self.part.copy_(self.masters)
         if self.bucket.sharded and not self.bucket.has_sharded_weights:
             self._gathering = self._launch_gather(self._written)
@@ -145,7 +163,7 @@ class FlatBucket:
     def gather_fresh_copies(self) -> Mapping[str, Tensor]:
         """Return parameter name -> a new compute copy made from the master copies, to check the present copies against;
         all ranks that share the bucket call it together."""
-        fresh_part = self.masters.detach().to(self._low)
+        fresh_part = self.masters.detach().to(self._low) if self.low is None else self.part.clone()
         fresh_copies = fresh_part
         if self.bucket.sharded:
             fresh_copies = self._communicator.launch("all_gather", fresh_part, self.bucket.sharded).wait()
@@ -377,10 +395,27 @@ class FlatBucket:
                 joined.append((first, end, [*members, name]))
             else:
                 joined.append((start, end, [name]))
+        memory = self.masters.untyped_storage()
+        memory.resize_(len(self.masters) * self.masters.itemsize)  # no view is made of what has none
         leaves = [(self.masters[i:j].detach().requires_grad_(), members) for i, j, members in joined]
+        memory.resize_(0 if self.low is not None else memory.nbytes())
         self.stretches += [leaf for leaf, _ in leaves]
         self._alone.difference_update(*(members for _, members in leaves))
         return leaves
+
+
+def split_halves(x: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write fp32 numbers as `high`, the nearest bf16 numbers, halves away from zero, and `low`, the int16 differences
+    of the bits: exact for every number, infinity and NaN."""
+    bits = x.contiguous().view(torch.int32)
+    high_bits = (bits + (1 << 15)).bitwise_right_shift_(16)
+    high.view(torch.int16).copy_(high_bits)
+    low.copy_(high_bits.bitwise_left_shift_(16).neg_().add_(bits))
+
+
+def join_halves(high: Tensor, low: Tensor) -> Tensor:
+    """Return the fp32 numbers, in new memory, of which `split_halves` has made two halves."""
+    return high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
 
 
 def add_gradients_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:

@@ -75,7 +75,9 @@ def build_rank(
     groups, build = groups or [{"params": [nothing]}], partial(build_optimizer, o=o)
     if is_piecewise(o):
         moments, _ = probe_optimizer_state(o, DTYPES[plan.precision][1], communicator.device)
-        optimizer: torch.optim.Optimizer = PiecewiseOptimizer(groups, build, moments, o.moments)
+        optimizer: torch.optim.Optimizer = PiecewiseOptimizer(
+            groups, build, moments, o.moments, weights.halves_of_updated
+        )
     else:
         optimizer = build(groups)
     if isinstance(optimizer, Muon):

@@ -26,7 +26,7 @@ from platform.plan.layout import Mesh
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import is_absent_block
-from platform.runtime.flat_buffers import FlatBucket
+from platform.runtime.flat_buffers import FlatBucket, join_halves, split_halves
 from platform.runtime.parallel_ops import initialise
 from platform.runtime.residency import ParameterResidency, ResidentSpan
 from platform.train.replies import RankRange
@@ -65,12 +65,13 @@ class RankWeights:
             flat.complete = self._reduce_complete_bucket
             for p in flat.bucket.parameters if flat.here and seed is not None else ():
                 master = flat.master[p.name]
-                sharded = flat.bucket.sharded
+                apart = flat.bucket.sharded or flat.low is not None
                 shape = plan.block_shape(p, communicator.coordinates)
-                block = torch.empty(shape, dtype=master.dtype, device=master.device) if sharded else master
+                dtype = master.dtype if flat.low is None else high
+                block = torch.empty(shape, dtype=dtype, device=master.device) if apart else master
                 initialise(plan, communicator, p, seed, block)
                 flat.fill_parameter(p.name, block)
-        by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
+        self._bucket_of = by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}
         self.updated = {n: (w, 0) for n, w in self.master.items()}  # name -> what the optimizer updates, place in it
@@ -205,6 +206,35 @@ class RankWeights:
         return joined_groups
 
     @property
+    def are_masters_split(self) -> bool:
+        """Return True if master copies have no memory but their halves (optimizer.masters)."""
+        return self._plan.stored.masters == "split"
+
+    @property
+    def halves_of_updated(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Map the id of each tensor that the optimizer updates to its halves, if masters are split."""
+        owners = (
+            {id(w): (w, self._bucket_of[n]) for n, (w, _) in self.updated.items()} if self.are_masters_split else {}
+        )
+        return {number: flat.halves_of(w) for number, (w, flat) in owners.items()}
+
+    @property
+    def master_halves(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return name -> the halves of this rank's master copy, if masters are split."""
+        owned = self.own_masters if self.are_masters_split else {}
+        return {name: self._bucket_of[name].halves_of(w) for name, w in owned.items()}
+
+    @property
+    def stored_masters(self) -> dict[str, Tensor]:
+        """Return name -> the memory of this rank's master copy: its high half if masters are split."""
+        return {name: high for name, (high, _) in self.master_halves.items()} or self.own_masters
+
+    def read_master(self, name: str) -> Tensor:
+        """Return a master copy: new memory where masters are split."""
+        w = self.master[name].detach()
+        return join_halves(*self._bucket_of[name].halves_of(w)) if self.are_masters_split else w
+
+    @property
     def updated_tensors(self) -> dict[int, Tensor]:
         """Return the tensors that the optimizer updates, which may hold several parameters, by their ids."""
         return {id(tensor): tensor for tensor, _ in self.updated.values()}
@@ -238,12 +268,14 @@ class RankWeights:
     @torch.no_grad()
     def begin_averages(self) -> None:
         """Keep moving averages of the master weights (train.ema) from now on, starting at the weights' values."""
-        self.averages = {n: w.detach().clone() for n, w in self.trainable_masters.items()}
+        self.averages = {n: self.read_master(n).clone() for n in self.trainable_masters}
 
     @torch.no_grad()
     def update_averages(self, decay: float) -> None:
         """Update the weights' moving averages, if kept: average = decay * average + (1 - decay) * master weight."""
-        if self.averages:
+        for name, average in self.averages.items() if self.are_masters_split else ():
+            average.lerp_(self.read_master(name), 1 - decay)
+        if self.averages and not self.are_masters_split:
             torch._foreach_lerp_(list(self.averages.values()), list(self.trainable_masters.values()), 1 - decay)
 
     @contextmanager
@@ -256,7 +288,13 @@ class RankWeights:
     @torch.no_grad()
     def _swap_averages(self) -> None:
         """Swap moving averages and master weights in training, piece by piece, and refresh the compute copies."""
+        self.wait_for_gathers()  # which write what may be the masters' high halves
         for name, average in self.averages.items():
+            if self.are_masters_split:
+                weights = self.read_master(name)
+                split_halves(average, *self._bucket_of[name].halves_of(self.master[name]))
+                average.copy_(weights)
+                continue
             for a, b in zip(average.view(-1).split(_PIECE), self.master[name].view(-1).split(_PIECE), strict=True):
                 buffer = a.clone()
                 a.copy_(b)

@@ -1,5 +1,5 @@
 """Restoring a checkpoint whose states lie there in another form than here: moments in 8 bits are two tensors, codes and
-the scales of their blocks (`optimizer.moments`).
+the scales of their blocks (`optimizer.moments`); split masters are two halves (`optimizer.masters`).
 
 The rank that reads a stored pair makes wide numbers of it, so that nothing depends on how the tensors are cut here;
 pairs of this rank are made of wide numbers once these are there.
@@ -7,21 +7,23 @@ pairs of this rank are made of wide numbers once these are there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from platform.boundary.storage import Storage
-from platform.checkpoint.blocks import Block, Box, HeldTensor, Piece, State, scale_box
+from platform.checkpoint.blocks import Block, Box, HeldTensor, Piece, S, State, scale_box
 from platform.checkpoint.buffer import DTYPES
 from platform.checkpoint.catalogue import list_stored_pieces
 from platform.checkpoint.manifest import Manifest, Refused, StoredBlock, check_tensors
 from platform.checkpoint.moves import Fetch, World, build_block_fetch, fill_blocks, read_tensor
-from platform.optimizer.optimizers import SCALES, UNSIGNED
+from platform.optimizer.optimizers import LOW, SCALES, UNSIGNED
 from platform.optimizer.stored_states import decode_numbers, encode_blocks
 from platform.plan.model_types import SCALE_BLOCK
+from platform.runtime.flat_buffers import join_halves, split_halves
 
 
 def restore_states(
@@ -29,49 +31,83 @@ def restore_states(
 ) -> None:
     """Fill this rank's `blocks` of the training `state` from a checkpoint, as
     `platform.checkpoint.moves.restore_checkpoint` does, but for tensors that are kept there or here in another form.
-    `wide`: element type of what a pair stands for. Raises what that raises."""
+    `wide`: element type of moments as numbers. Raises what that raises."""
     names = {h.name for h in state}
     decoded = {h.name: h for h in state if _is_pair(manifest, h.name) and _partner_of(h.name) not in names}
     encoded = {n for n in names if _partner_of(n) in names and not _is_pair(manifest, n)}
     left_out = {_partner_of(name) for name in encoded}
-    kept = [replace(h, dtype=wide) if h.name in encoded else h for h in state if h.name not in left_out]
-    of_scales = {_partner_of(name): _scales_shape(h) for name, h in decoded.items()}
-    check_tensors(manifest, {h.name: h.shape for h in kept} | of_scales)
-    wide_blocks = [
-        b._replace(tensor=torch.zeros(b.box.extent, dtype=DTYPES[wide])) if b.name in encoded else b
-        for b in blocks
-        if b.name not in left_out
-    ]
-    stored = list_stored_pieces(manifest, [h.name for h in kept])
-    pieces = [piece._replace(dtype=wide) if piece.name in decoded else piece for piece in stored]
+    kept = {h.name: h.shape for h in state if h.name not in left_out}
+    check_tensors(manifest, kept | {_partner_of(name): _partner_shape(h) for name, h in decoded.items()})
+    stored = list_stored_pieces(manifest, kept)
+    pieces = [p._replace(dtype=_wide_type(p.name, wide)) if p.name in decoded else p for p in stored]
     fetch = build_block_fetch(storage, directory)
     if decoded:
         fetch = _build_decoding_fetch(storage, directory, manifest, decoded, fetch)
+    fill_wide(pieces, fetch, state, blocks, world, encoded, wide)
+
+
+def fill_wide(
+    pieces: Sequence[Piece[S]],
+    fetch: Fetch[S],
+    state: State,
+    blocks: Sequence[Block],
+    world: World,
+    encoded: Collection[str] | None = None,
+    wide: str = "float32",
+) -> None:
+    """Fill this rank's `blocks` from stored pieces, as `platform.checkpoint.moves.fill_blocks` does, but the pairs
+    `encoded` of the `state`, by default all, from pieces of `wide` numbers, in which their second tensors are absent.
+    """
+    names = {h.name for h in state}
+    encoded = {name for name in names if _partner_of(name) in names} if encoded is None else encoded
+    left_out = {_partner_of(name) for name in encoded}
+    types = {name: _wide_type(name, wide) for name in encoded}
+    kept = [replace(h, dtype=types.get(h.name, h.dtype)) for h in state if h.name not in left_out]
+    wide_blocks = [
+        b._replace(tensor=torch.zeros(b.box.extent, dtype=DTYPES[types[b.name]])) if b.name in types else b
+        for b in blocks
+        if b.name not in left_out
+    ]
     fill_blocks(pieces, fetch, kept, wide_blocks, world)
-    for name in encoded & {b.name for b in blocks}:
+    for name in {b.name for b in blocks} & types.keys():
         flat = torch.cat([b.tensor.reshape(-1) for b in wide_blocks if b.name == name])
-        pair = encode_blocks(flat, name.partition(".")[0] not in UNSIGNED)
-        for part, numbers in zip((name, _partner_of(name)), pair, strict=True):
+        for part, numbers in zip((name, _partner_of(name)), _encode_pair(name, flat), strict=True):
             _fill_in_order([b.tensor for b in blocks if b.name == part], numbers)
 
 
+def _encode_pair(name: str, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two tensors, flat, that stand for the `flat` numbers of a tensor of training state."""
+    kind = name.partition(".")[0]
+    if kind != "model":
+        return encode_blocks(flat, kind not in UNSIGNED)
+    halves = torch.empty_like(flat, dtype=torch.bfloat16), torch.empty_like(flat, dtype=torch.int16)
+    split_halves(flat, *halves)
+    return halves
+
+
 def _partner_of(name: str) -> str:
-    """Return the name of the other tensor, if it were a pair, of which a stored moment's codes are the first."""
+    """Return the name of the other tensor of a pair, if this one is its first: codes of a moment, high halves."""
     kind, _, parameter = name.partition(".")
-    return f"{kind}{SCALES}.{parameter}"
+    return f"{LOW}.{parameter}" if kind == "model" else f"{kind}{SCALES}.{parameter}"
+
+
+def _wide_type(name: str, wide: str) -> str:
+    """Return the element type of a pair's numbers: fp32 of masters, `wide` of moments."""
+    return "float32" if name.startswith("model.") else wide
 
 
 def _is_pair(manifest: Manifest, name: str) -> bool:
     """Return True if a checkpoint stores a tensor as a pair. Raises Refused for one without the other."""
-    is_coded = name in manifest.tensors and manifest.tensors[name].dtype == "uint8"
-    if is_coded and _partner_of(name) not in manifest.tensors:
+    dtype = manifest.tensors[name].dtype if name in manifest.tensors else ""
+    if dtype == "uint8" and _partner_of(name) not in manifest.tensors:
         raise Refused(f"has no {_partner_of(name)}")
-    return is_coded
+    return dtype == "uint8" or (dtype == "bfloat16" and _partner_of(name) in manifest.tensors)
 
 
-def _scales_shape(held: HeldTensor) -> tuple[int, ...]:
-    """Return the shape of the scales of a moment that is stored in 8 bits."""
-    return scale_box(Box.whole_tensor(held.shape), held.shape, SCALE_BLOCK).extent
+def _partner_shape(held: HeldTensor) -> tuple[int, ...]:
+    """Return the shape of the second tensor of a pair: as many numbers as the first has, or one per block."""
+    unit = 1 if held.name.startswith("model.") else SCALE_BLOCK
+    return scale_box(Box.whole_tensor(held.shape), held.shape, unit).extent
 
 
 def _build_decoding_fetch(
@@ -85,16 +121,24 @@ def _build_decoding_fetch(
         pairs = list(zip(pieces, raw, into, strict=True))
         buffers = [memory if p is r else torch.empty(r.nbytes, dtype=torch.uint8) for p, r, memory in pairs]
         fetch(raw, buffers)
-        scales: dict[str, Tensor] = {}
-        for (piece, _, memory), codes in zip(pairs, buffers, strict=True):
+        for (piece, _, memory), first in zip(pairs, buffers, strict=True):
             if piece.name in decoded:
-                partner = _partner_of(piece.name)
-                if partner not in scales:
-                    scales = {partner: read_tensor(storage, directory, manifest, partner).view(-1)}
-                places = _flat_places(piece.box, decoded[piece.name].shape) // SCALE_BLOCK
-                signed = piece.name.partition(".")[0] not in UNSIGNED
-                numbers = decode_numbers(codes, scales[partner][places.view(-1)], signed, DTYPES[piece.dtype])
+                numbers = decode_piece(piece, first)
                 memory.copy_(numbers.view(torch.uint8))
+
+    @lru_cache(maxsize=1)
+    def read_scales(name: str) -> Tensor:
+        """Read all scales of a moment, flat."""
+        return read_tensor(storage, directory, manifest, _partner_of(name)).view(-1)
+
+    def decode_piece(piece: Piece[StoredBlock], first: Tensor) -> Tensor:
+        """Return the numbers, flat, of a piece of a pair, of whose first tensor the bytes are there."""
+        if piece.name.startswith("model."):
+            low = read_tensor(storage, directory, manifest, _partner_of(piece.name), piece.box)
+            return join_halves(first.view(torch.bfloat16), low.view(-1))
+        blocks = _flat_places(piece.box, decoded[piece.name].shape).view(-1) // SCALE_BLOCK
+        signed = piece.name.partition(".")[0] not in UNSIGNED
+        return decode_numbers(first, read_scales(piece.name)[blocks], signed, DTYPES[piece.dtype])
 
     return fetch_numbers
 

@@ -19,7 +19,7 @@ from platform.checkpoint import memory_recovery as recovery
 from platform.checkpoint.blocks import Block, Box, HeldTensor, JoinedBlocks, Share, state_name
 from platform.checkpoint.snapshots import Copy, MemoryMap, Snapshot
 from platform.config.fields import Config, SentConfig
-from platform.optimizer.optimizers import AVERAGE, SCALES, SIDES
+from platform.optimizer.optimizers import AVERAGE, LOW, SCALES, SIDES
 from platform.plan.model_types import SCALE_BLOCK
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
@@ -252,9 +252,11 @@ def _replica_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return the tensors that this rank's replicas should hold alike, by KIND.PARAMETER: master and compute copies of
     weights, optimizer moments. ZeRO shards are left out, as no other rank holds them."""
     plan, weights, tensor_by_name = trainer.stage, trainer.weights, {}
+    all_halves = weights.master_halves
     for name, master in weights.own_masters.items():
         if not plan.bucket_by_parameter[name].sharded:
-            tensor_by_name[f"model.{name}"] = master.detach()
+            halves = all_halves.get(name, (master.detach(),))
+            tensor_by_name |= {f"{kind}.{name}": x for kind, x in zip(("model", LOW), halves, strict=False)}
             updated = weights.updated[name][0]
             moments = ((k, v) for k, v in trainer.optimizer.state[updated].items() if isinstance(v, Tensor) and v.dim())
             units = ((k, v, SCALE_BLOCK if k.endswith(SCALES) else 1) for k, v in moments)
@@ -264,7 +266,9 @@ def _replica_tensors(trainer: Trainer) -> dict[str, Tensor]:
             tensor_by_name |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}
     tensor_by_name |= {state_name(p): weights.states[p.name] for p in plan.states}
     for name, w in weights.compute.items():
-        if not plan.bucket_by_parameter[name].has_sharded_weights and w.numel() and w is not weights.master[name]:
+        bucket = plan.bucket_by_parameter[name]
+        is_master = w is weights.master[name] or (name in all_halves and not bucket.sharded)
+        if not bucket.has_sharded_weights and w.numel() and not is_master:
             tensor_by_name[f"{COPIES}.{name}"] = w.detach()
     return tensor_by_name
 

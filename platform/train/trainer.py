@@ -135,7 +135,7 @@ class Trainer:
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
             self.weights.wait_for_gathers()
-            flip_bit(self.weights.own_masters if plan.zero == 3 else self.weights.compute)
+            flip_bit(self.weights.stored_masters if plan.zero == 3 else self.weights.compute)
         clock.entered = arm_fault(fault) if fault and fault.kind not in ("nan", "flip") else None
         passes = self.enter_step(step)
         watched = ActivationWatch(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None
@@ -357,6 +357,7 @@ class Trainer:
             torch._foreach_mul_(gradients, 1 / divisor)  # none where a shard is padding alone
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
+        self.weights.wait_for_gathers()  # of what no pass has read, whose memory may be the masters' high halves
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on

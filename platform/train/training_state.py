@@ -29,11 +29,12 @@ from platform.checkpoint.blocks import (
 from platform.checkpoint.buffer import FileImage, LiveBlocks
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.memory_recovery import recover_state
-from platform.checkpoint.moves import World, fill_blocks
+from platform.checkpoint.moves import World
 from platform.checkpoint.snapshots import NodeSnapshot
 from platform.config.fields import hash_values
 from platform.optimizer.optimizers import (
     AVERAGE,
+    LOW,
     NOT_OF_FACTORED,
     NOT_OF_MATRICES,
     SCALES,
@@ -47,7 +48,7 @@ from platform.runtime.communicator import all_gather_values
 from platform.runtime.progress import PROGRESS
 from platform.train.rank_parameters import DTYPES, LossScale
 from platform.train.replies import Unrestored
-from platform.train.state_forms import restore_states
+from platform.train.state_forms import fill_wide, restore_states
 from platform.train.trainer import Trainer
 from platform.weights.importing import InitialWeights, open_initial_weights
 
@@ -58,6 +59,9 @@ def list_state_tensors(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     low, weights = str(DTYPES[plan.precision][0]).removeprefix("torch."), list_held_tensors(plan, "model", dtype)
     masters = [replace(h, dtype=low) if _parameter_of(h) in plan.frozen else h for h in weights]
     trained = [h for h in masters if _parameter_of(h) not in plan.frozen]  # moments are laid out like them
+    if plan.stored.masters == "split":
+        masters = [replace(h, dtype="bfloat16") for h in masters]
+        masters += [replace(h, name=f"{LOW}.{_parameter_of(h)}", dtype="int16") for h in trained]
     held_moments = [held for kind in moments for held in _list_held_moments(plan, kind, trained)]
     return [*masters, *list_held_states(plan, dtype), *held_moments]
 
@@ -150,6 +154,8 @@ class RankTrainingState:
         addresses = [-1 if moment is None else moment.data_ptr() for moment in stored]
         if -1 in addresses or addresses != self._where:  # the optimizer may have put another tensor in a moment's place
             kinds: dict[str, Mapping[str, Tensor]] = {"model": weights.master}
+            if halves := weights.master_halves:
+                kinds = {k: {n: pair[i] for n, pair in halves.items()} for i, k in enumerate(("model", LOW))}
             trained = weights.trainable_masters.items()
             for kind in self.moments:
                 kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
@@ -194,9 +200,9 @@ class RankTrainingState:
         optimizer moments and numbers stay as at the start. All ranks call it together. Raises Refused, Corrupt or
         OSError; the weights are then undefined."""
         start_weights = self._open_initial_weights()
-        held = [h for h in self.held if h.name.startswith("model.")]
-        blocks = [b for b in self.live_blocks() if b.name.startswith("model.")]
-        fill_blocks(start_weights.pieces, start_weights.fetch, held, blocks, self._world)
+        held = [h for h in self.held if h.name.startswith(("model.", f"{LOW}."))]
+        blocks = [b for b in self.live_blocks() if b.name.startswith(("model.", f"{LOW}."))]
+        fill_wide(start_weights.pieces, start_weights.fetch, held, blocks, self._world)
         self._trainer.weights.refresh_copies()
         if AVERAGE in self.moments:
             self._trainer.weights.begin_averages()

@@ -84,6 +84,11 @@ class Live(TorchDispatchMode):
         )
         bucket.release_parameters()
 
+    def see_freed_masters(self, bucket: FlatBucket) -> None:
+        """Sees that split master copies have given their memory back once they were there."""
+        storage = bucket.masters.untyped_storage()
+        self._count(storage._cdata, storage.nbytes())
+
     @contextmanager
     def hidden(self) -> Iterator[None]:
         self._hidden += 1
@@ -132,6 +137,8 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
             trainer = trainer_of(c, plan, communicator)
             for bucket in trainer.weights.buckets if plan.zero == 3 else ():
                 live.follow(bucket)
+            for bucket in trainer.weights.buckets:
+                live.see_freed_masters(bucket)
             trainer.step(1)
             after = [live.now]
             live.peak = live.now

@@ -198,6 +198,8 @@ plan optimizer.groups=[{match:embedding,lr:-1}]
 plan optimizer.groups=[{match:nothing,lr:0.1}]
 plan optimizer=muon optimizer.matrices=nothing
 plan optimizer=muon optimizer.moments=int8
+plan precision=fp32 optimizer.masters=split
+plan optimizer=muon precision=bf16 optimizer.masters=split
 plan optimizer.moments=int8 tensor=1d tensor.axes.t=4
 plan train.ramp_samples=8
 plan train.ramp_from=1000000

@@ -51,7 +51,7 @@ MAY_MAKE = {
     "train/generator.py:_search_beams": "beams are chosen on the host",
     "train/generator.py:score_texts": "rows of tokens, placed later",
     "train/generator.py:continue_texts": "rows of tokens, placed later",
-    "train/state_forms.py:restore_states": "host memory",
+    "train/state_forms.py:fill_wide": "host memory",
     "train/state_forms.py:_flat_places": "host memory",
     "train/state_forms.py:fetch_numbers": "host memory",
     "train/step_report.py:__init__": "host memory",

@@ -271,6 +271,19 @@ def test_so_it_is_with_every_optimizer(kind, divided):
     holds(optimized(kind, **DIVIDED[divided], **whole_blocks))
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("divided", ["bf16", "zero 3", "zero 1"])
+def test_so_it_is_with_split_masters(divided, moments):
+    """Which are whole for a piece of them at a time."""
+    split = DIVIDED.get(divided, {"data": 2, "zero": 1, "global_batch": 2}) | {"precision": "bf16"}
+    c = optimized("moments in bf16", **split)
+    c.optimizer.moments, c.optimizer.masters = moments, "split"
+    holds(c)
+    if moments == "fp32":
+        wide = replace(c, optimizer=replace(c.optimizer, masters="fp32"))
+        assert predict_peak_bytes(c, make_plan(c)) < 0.95 * predict_peak_bytes(wide, make_plan(wide))
+
+
 def test_negative_control_an_update_that_takes_nothing(monkeypatch):
     c = optimized("muon, nesterov")
     muon = replace(OPTIMIZERS["muon"], scratch=lambda o, update: 0)
