@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
-from platform.plan.model_types import STATES, Parameter
+from platform.plan.model_types import SCALE_BLOCK, SCALES, STATES, Parameter
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -220,17 +220,16 @@ class HeldTensor:
 State = Sequence[HeldTensor]  # training state: its tensors
 
 
-def list_held_tensors(
-    plan: Plan, kind: str, dtype: torch.dtype | str, unit: int = 1, names: Collection[str] | None = None
-) -> list[HeldTensor]:
+def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:
     """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
     copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them, or the scales
-    of its blocks of `unit` elements. Tensors are named KIND.PARAMETER; `names`: the parameters, by default all."""
+    of its blocks, where it has them. Tensors are named KIND.PARAMETER."""
+    unit = find_unit(kind)
     ranks_per_stage = plan.mesh.world_size // plan.num_stages  # ranks of a stage, which follow each other
     coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
     held_tensors, known_layouts = [], {}
     # in the order of the buckets' memory, so that neighbours are copied together
-    for p in (p for bucket in plan.buckets for p in bucket.parameters if names is None or p.name in names):
+    for p in (p for bucket in plan.buckets for p in bucket.parameters if unit == 1 or p.name in plan.scaled):
         bucket, (first, *others) = plan.bucket_by_parameter[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, on the ranks of their own stages
         before = () if plan.uneven_parameters.isdisjoint(q.name for q in bucket.parameters) else bucket.block_key
@@ -239,8 +238,8 @@ def list_held_tensors(
         if key not in known_layouts:
             starts = [stage * ranks_per_stage for stage in sorted((first, *others))]
             stage_ranks = (rank for start in starts for rank in range(start, start + ranks_per_stage))
-            saved = ((rank, _list_saved_boxes(plan, p, coordinates[rank], unit)) for rank in stage_ranks)
-            rank_boxes = [(rank, box) for rank, boxes in saved for box in boxes]
+            places = ((rank, coordinates[rank]) for rank in stage_ranks)
+            rank_boxes = [(rank, box) for rank, at in places for box in _list_saved_boxes(plan, p, at, unit)]
             shape = scale_box(Box.whole_tensor(plan.global_shape(p)), plan.global_shape(p), unit).extent
             known_layouts[key] = first, HeldTensor.group_holders("", dtype, shape, rank_boxes)
         at, held = known_layouts[key]
@@ -271,23 +270,25 @@ def state_name(p: Parameter) -> str:
     return f"{STATES[p.role]}.{p.name}"
 
 
-def local_blocks(
-    plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int], unit: int = 1
-) -> list[Block]:
+def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinates: Mapping[str, int]) -> list[Block]:
     """Return the blocks of a kind of training state that one rank saves or restores, as views: its blocks of the
     `list_held_tensors` of the same `kind`. `tensors`: parameter name -> local tensor of shape `plan.master_shape`, for
-    all parameters of which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh;
-    `unit`: elements of a parameter for each of them."""
+    all parameters of which the rank has a part, or the trained ones; `coordinates`: the rank's place in the mesh."""
     blocks = []
     for p in plan.parameters:
         if p.name not in tensors:
             continue
         at = 0
-        for box in _list_saved_boxes(plan, p, coordinates, unit):
+        for box in _list_saved_boxes(plan, p, coordinates, find_unit(kind)):
             flat = tensors[p.name].detach().view(-1)
             blocks.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.num_elements].view(box.extent)))
             at += box.num_elements
     return blocks
+
+
+def find_unit(kind: str) -> int:
+    """Return how many elements of a parameter there are to each number of a tensor of this `kind`, or name."""
+    return SCALE_BLOCK if kind.partition(".")[0].endswith(SCALES) else 1
 
 
 def scale_box(box: Box, shape: Sequence[int], unit: int) -> Box:

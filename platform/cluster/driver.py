@@ -168,7 +168,6 @@ def _check_and_drive(
     meta = selection.manifest.meta if selection and selection.manifest else None
     changed = origin.find_changed_keys(previous_config, meta, config, plan.mesh.axes)
     effects = origin.describe_changed_schedule(previous_config, meta, config)
-    effects += origin.describe_converted_states(selection.manifest if selection else None, config)
     journal, monitor = _open_records(config, state, opened)
     origin.report_changed_keys(changed, journal, monitor.say, effects)
     carried = _files_to_carry(config, selection, corpus, monitor.say)

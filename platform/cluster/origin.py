@@ -19,7 +19,7 @@ from platform.boundary.schema import Malformed
 from platform.boundary.storage import Storage, open_storage
 from platform.boundary.terminal import Say
 from platform.checkpoint.catalogue import Selection, find_newest_checkpoint, find_resume_source, load_manifest
-from platform.checkpoint.manifest import Manifest, Meta, Refused
+from platform.checkpoint.manifest import Meta, Refused
 from platform.cluster import run_directory
 from platform.config.fields import Config
 from platform.config.groups import RESUME
@@ -34,7 +34,7 @@ from platform.config.identity import (
 )
 from platform.monitor import Journal, events
 from platform.optimizer.learning_rate import learning_rate
-from platform.optimizer.optimizers import LOW, NOT_OF_FACTORED
+from platform.optimizer.optimizers import NOT_OF_FACTORED
 from platform.plan.plan import Plan
 
 ANSWER_SECONDS = 10.0  # for the first request to a storage
@@ -183,19 +183,6 @@ def report_changed_keys(
         say(f"changed  {key}: {old_value} there, {new_value} here")
     for line in effects:
         say(line)
-
-
-def describe_converted_states(manifest: Manifest | None, config: Config) -> list[str]:
-    """Describe which optimizer states of a resumed checkpoint, by its `manifest`, change their form, in lines."""
-    tensors = manifest.tensors if manifest else {}
-    stored = {t.dtype for name, t in tensors.items() if not name.startswith(("model.", f"{LOW}."))}
-    there = next((form for form, dtype in (("int8", "uint8"), ("bf16", "bfloat16")) if dtype in stored), "fp32")
-    here = config.optimizer.moments
-    forms = [("moments", here, there if stored else here)]
-    masters = "split" if any(name.startswith(f"{LOW}.") for name in tensors) else "fp32"
-    forms += [("masters", config.optimizer.masters, masters if tensors else config.optimizer.masters)]
-    line = "optimizer.{0}={1}: the checkpoint's {0} are {2}, and are converted"
-    return [line.format(*form) for form in forms if form[1] != form[2]]
 
 
 JUMP = 0.1  # share by which the learning rate may differ at the step where a run goes on, unless resume.allow says so

@@ -592,14 +592,11 @@ class Optimizer:
         ("auto", "off"),
     )
     moments: str = key(
-        "fp32", "adamw, lion, sgd: what moments are kept in between updates; fp32: the type of masters; int8: 8 bits,"
-        " and a scale for every 256 elements of a parameter of 4096 or more", ("fp32", "bf16", "int8"),
-        identity="none",
-    )  # fmt: skip
+        "fp32", "what adamw, lion and sgd keep moments in; int8: 8 bits, scaled by blocks", ("fp32", "bf16", "int8")
+    )
     masters: str = key(
-        "fp32", "precision=bf16: what master copies are kept in; split: 16 bits beside the bf16 weights, which together"
-        " are the fp32 numbers", ("fp32", "split"), identity="none",
-    )  # fmt: skip
+        "fp32", "master copies; split: precision=bf16's weights, and 16 bits that make them fp32", ("fp32", "split")
+    )
     schedule: str = key(
         "cosine", "learning rate after warm-up",
         ("constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "wsd"), open=True,

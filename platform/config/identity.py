@@ -45,9 +45,10 @@ def run_identity(config: Config) -> dict[str, Any]:
     data["input_field"] = "" if data["input_field"] == "none" else data["input_field"]  # the same prompts
     flat = ((group, k, v) for group in ("train", "tune") for k, v in values[group].items())
     train = {f"{group}.{k}": v for group, k, v in flat if KEYS[f"{group}.{k}"].identity}
-    optimizer = {k: v for k, v in values["optimizer"].items() if KEYS[f"optimizer.{k}"].identity != "none"}
     first = {"model": values["model"], "data": data, "seed": config.seed}
-    return redact_secrets({**first, **train, "train.loss": training_loss_name(config), "optimizer": optimizer})
+    return redact_secrets(
+        {**first, **train, "train.loss": training_loss_name(config), "optimizer": values["optimizer"]}
+    )
 
 
 def complete_identity(stored_identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,8 +113,9 @@ def violations_of_allowances(config: Config) -> Iterator[str]:
 
 def _is_change_allowed(key: str, allow: Sequence[str]) -> bool:
     """Return True if the entries of the configuration key resume.allow let the value of `key` differ."""
-    free = _find_allowable_entry(key)
-    return bool(free) and (free in allow or key.partition(".")[0] in allow)
+    free, group = _find_allowable_entry(key), key.partition(".")[0]
+    # a restore makes one form of the first two of another
+    return key in ("optimizer.moments", "optimizer.masters") or bool(free) and (free in allow or group in allow)
 
 
 def _find_allowable_entry(key: str) -> str:

@@ -87,8 +87,7 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
     enough = nodes if config.cluster.check else _ceil_divide(nodes, 2)
     least = _ceil_divide(config.elastic.min_workers, workers) or enough
     worker_state = _worker_state_bytes(config, plan)
-    masters = plan.parameter_count * plan.itemsize["master"]
-    state = masters + state_bytes(plan, count_states_per_element(config))
+    state = plan.parameter_count * plan.itemsize["master"] + state_bytes(plan, count_states_per_element(config))
     copies = _COPIES if config.elastic.snapshot_every else 0
     worker_bytes = _PROCESS[device] + (copies + _SAVED) * worker_state
     worker_bytes += predict_peak_bytes(config, plan) if device == "cpu" else predict_host_bytes(config, plan)

@@ -174,15 +174,14 @@ OPTIMIZERS = {
 }
 
 
+Names = Collection[str]
 SHIPPED = dict(OPTIMIZERS)  # as they are here, whatever a module registers under their names
 NOT_OF_MATRICES = "exp_avg_sq"  # the moment that is not kept of the plan's `matrices`
 NOT_OF_FACTORED = "variance"  # the moment of whose place SIDES, one per row and one per column, take in `factored`
 SIDES = ("row_var", "col_var")
-SCALES = "_scale"  # behind the name of a moment in 8 bits: the scales of its blocks
 UNSIGNED = ("exp_avg_sq",)  # moments that are never negative
 # kind of device -> elements that are updated at once where moments are stored: what fits a cache, or pays a launch
 PIECES = {"cpu": 1 << 16, "cuda": 1 << 23}
-LOW = "low"  # kind of the low halves of masters, where `model` has the high ones
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
 
 
@@ -214,8 +213,10 @@ def divides_gradients(o: Optimizer) -> bool:
     return OPTIMIZERS[o.kind].divides and o.moments == "fp32"
 
 
-def piece_scratch_bytes(o: Optimizer, update: OptimizerUpdate, device: str) -> int:
-    """Return the bytes of temporary memory of an update piece by piece on a kind of `device`, of one piece's."""
+def scratch_bytes(o: Optimizer, update: OptimizerUpdate, device: str) -> int:
+    """Return the bytes of temporary memory of an update on a kind of `device`; of one piece, if it is piecewise."""
+    if not is_piecewise(o):
+        return OPTIMIZERS[o.kind].scratch(o, update)
     buckets = update.plan.buckets_of_rank(update.at)
     elements = min(PIECES[device], max((b.shard_elements for b in buckets), default=0))
     numbers = 0 if o.moments == "fp32" else _count_moments(o)  # wide ones are updated where they are
@@ -325,11 +326,7 @@ def find_group_factors(o: Optimizer, name: str) -> tuple[float, float]:
 
 
 def group_parameters(
-    o: Optimizer,
-    parameters: Iterable[Parameter],
-    owned: Mapping[str, Any],
-    matrices: Collection[str],
-    scaled: Collection[str] = (),
+    o: Optimizer, parameters: Iterable[Parameter], owned: Mapping[str, Any], matrices: Names, scaled: Names = ()
 ) -> list[dict[str, Any]]:
     """Divide parameters into the groups, as torch's optimizers take them, that share decay and factors, none empty:
     dicts of `params`, their `new_group`, `weight_decay`, `lr_factor`, `matrix` (True for Muon's matrices) and `scaled`.
@@ -433,32 +430,21 @@ def violations_of_splits(config: Config, plan: Plan) -> Iterator[str]:
 def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if the configured optimizer cannot keep its moments in fewer bits, or if the plan cuts a
     parameter inside a block of elements that has one scale (the updates would be others than one process has)."""
-    o = config.optimizer
-    if o.masters != "fp32":
-        if config.precision != "bf16":
-            constraint = f"precision={config.precision} has no bf16 weights, of which they were the other half"
-            yield format_violation("optimizer.masters", o.masters, constraint, ["fp32", "precision=bf16"])
-        if not OPTIMIZERS[o.kind].stores:
-            constraint = f"optimizer={o.kind} reads whole master copies"
-            yield format_violation("optimizer.masters", o.masters, constraint, ["fp32", *_list_storing_kinds()])
-    if o.moments == "fp32":
-        return
-    if not OPTIMIZERS[o.kind].stores or not _count_moments(o):
-        why = f"optimizer={o.kind} keeps {'all its state' if _count_moments(o) else 'no moments'}"
-        legal = ["fp32", *_list_storing_kinds(o.kind)]
-        yield format_violation("optimizer.moments", o.moments, f"{why} as it is", legal)
-        return
-    cut = [p for p in plan.parameters if p.name in plan.scaled and _cuts_blocks(plan, p)]
-    if cut:
+    o, kind = config.optimizer, OPTIMIZERS[config.optimizer.kind]
+    others = [f"optimizer={k}" for k, other in OPTIMIZERS.items() if other.stores and k != o.kind]
+    if o.masters != "fp32" and config.precision != "bf16":
+        constraint = f"precision={config.precision} has no bf16 weights, of which they were the other half"
+        yield format_violation("optimizer.masters", o.masters, constraint, ["fp32", "precision=bf16"])
+    if o.masters != "fp32" and not kind.stores:
+        yield format_violation("optimizer.masters", o.masters, f"{o.kind} reads whole master copies", ["fp32", *others])
+    if o.moments != "fp32" and not (kind.stores and _count_moments(o)):
+        constraint = f"{o.kind} keeps {'all its state as it is' if _count_moments(o) else 'no moments'}"
+        yield format_violation("optimizer.moments", o.moments, constraint, ["fp32", *others])
+    elif cut := [p for p in plan.parameters if p.name in plan.scaled and _cuts_blocks(plan, p)]:
         also = f" and {len(cut) - 1} more" if cut[1:] else ""
         axes = "+".join(plan.mesh.order_axes({a for p in cut for a in plan.layout(p).axes})) or "padding"
         constraint = f"{cut[0].name}{also} is cut by {axes} inside a block of {SCALE_BLOCK} elements with one scale"
         yield format_violation("optimizer.moments", o.moments, constraint, ["bf16", "fp32"])
-
-
-def _list_storing_kinds(but: str = "") -> list[str]:
-    """Return the choices of optimizers whose states can be stored in other forms, as a user types them."""
-    return [f"optimizer={kind}" for kind, other in OPTIMIZERS.items() if other.stores and kind != but]
 
 
 def _cuts_blocks(plan: Plan, p: Parameter) -> bool:

@@ -11,24 +11,20 @@ Every update is computed in the type of master copies. It goes piece by piece, s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from platform.optimizer.optimizers import PIECES, SCALES, UNSIGNED
-from platform.plan.model_types import SCALE_BLOCK
+from platform.config.fields import Optimizer
+from platform.optimizer.optimizers import PIECES, UNSIGNED, build_optimizer, probe_optimizer_state
+from platform.plan.model_types import SCALE_BLOCK, SCALES
 from platform.runtime.flat_buffers import join_halves, split_halves
 
-Halves = tuple[Tensor, Tensor]  # bf16 and int16: see split_halves
-Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
 EXPONENTS = 7  # powers of ten from 1 down, among which the codes of the table divide their bits
-LEAST_SCALE = 1e-12
 
 
 @lru_cache(maxsize=8)
@@ -47,7 +43,7 @@ def _build_code_table(signed: bool, dtype: torch.dtype, device: torch.device) ->
 def encode_blocks(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes (uint8 [elements]) and scales (fp32 [blocks]) of flat moments `x`, whole blocks of them."""
     blocks, table = x.view(-1, SCALE_BLOCK), _build_code_table(signed, x.dtype, x.device)
-    scales = blocks.abs().amax(-1).clip(LEAST_SCALE).float()
+    scales = blocks.abs().amax(-1).clip(1e-12).float()
     scaled = (blocks / scales.to(x.dtype).view(-1, 1)).view(-1)
     codes = torch.bucketize(scaled, table, right=True, out_int32=True).sub_(1).clip_(0, 255)
     above = (codes + 1).clip_(max=255)
@@ -68,26 +64,23 @@ def decode_numbers(codes: Tensor, scales: Tensor, signed: bool, dtype: torch.dty
 
 def load_moment(state: Mapping[str, Any], name: str, piece: slice, dtype: torch.dtype) -> Tensor:
     """Return a piece of a stored moment of flat weights in `dtype`: a view if it is stored so, else new memory."""
-    stored: Tensor = state[name][piece]
-    if stored.dtype != torch.uint8:
-        return stored.to(dtype)
-    return decode_blocks(stored, state[name + SCALES][_blocks_of_piece(piece)], name not in UNSIGNED, dtype)
+    stored, *scales = view_moment(state, name, piece)
+    return decode_blocks(stored, scales[0], name not in UNSIGNED, dtype) if scales else stored.to(dtype)
 
 
 def store_moment(state: Mapping[str, Any], name: str, piece: slice, moment: Tensor) -> None:
     """Store a piece of the moment `name` of flat weights in an optimizer's `state`, rounded to the type there."""
-    stored: Tensor = state[name][piece]
-    if stored.dtype == torch.uint8:
-        codes, scales = encode_blocks(moment, name not in UNSIGNED)
-        stored.copy_(codes)
-        state[name + SCALES][_blocks_of_piece(piece)].copy_(scales)
-    elif stored.data_ptr() != moment.data_ptr():
-        stored.copy_(moment)
+    parts = view_moment(state, name, piece)
+    encoded = encode_blocks(moment, name not in UNSIGNED) if parts[1:] else (moment,)
+    for part, new in zip(parts, encoded, strict=True):
+        if part.data_ptr() != new.data_ptr():
+            part.copy_(new)
 
 
-def _blocks_of_piece(piece: slice) -> slice:
-    """Return the blocks of a piece of flat weights, which divides none."""
-    return slice(piece.start // SCALE_BLOCK, piece.stop // SCALE_BLOCK)
+def view_moment(state: Mapping[str, Any], name: str, piece: slice) -> list[Tensor]:
+    """Return the views of a piece of a stored moment, which divides no block: its numbers, or codes and scales."""
+    blocks = slice(piece.start // SCALE_BLOCK, piece.stop // SCALE_BLOCK)
+    return [state[key][at] for key, at in ((name, piece), (name + SCALES, blocks)) if key in state]
 
 
 def allocate_moment(w: Tensor, name: str, form: str, scaled: bool) -> dict[str, Tensor]:
@@ -101,20 +94,13 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
     """Updates flat weights piece by piece, by an inner optimizer that knows a piece alone, and its moments, which are
     decoded before the update and encoded after it."""
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        build: Build,
-        moments: Sequence[str],
-        form: str,
-        halves: Mapping[int, Halves] = MappingProxyType({}),
-    ):
-        """Construct the optimizer of groups of flat tensors. `build` constructs the inner one, of these `moments`;
-        `halves`: id of a tensor -> the parts that it consists of, where it has no memory itself (optimizer.masters)."""
+    def __init__(self, groups: list[dict[str, Any]], o: Optimizer, halves: Mapping[int, Sequence[Tensor]]):
+        """Construct the optimizer that config.optimizer `o` names, of groups of flat tensors. `halves`: id of a tensor
+        -> the parts that it consists of, where it has no memory itself (optimizer.masters)."""
         super().__init__(groups, {"weight_decay": 0.0, "scaled": False})
-        self._moments, self._form, self._halves = moments, form, halves
-        lone = [{**group, "params": [torch.zeros(1, requires_grad=True)]} for group in self.param_groups]
-        self._inner = build(lone)
+        self._form, self._halves, w = o.moments, halves, groups[0]["params"][0]
+        self._moments, _ = probe_optimizer_state(o, w.dtype, w.device)
+        self._inner = build_optimizer([{**g, "params": [w.new_zeros(1)]} for g in self.param_groups], o)
         self._settings = self._inner.param_groups
 
     @torch.no_grad()

@@ -146,8 +146,7 @@ class OrderedAdamW(torch.optim.Optimizer):
                 state = self.state[w]
                 if not state:
                     state["step"] = torch.zeros((), dtype=w.dtype)
-                    state["exp_avg"] = torch.zeros_like(w, requires_grad=False)
-                    state["exp_avg_sq"] = torch.zeros_like(w, requires_grad=False)
+                    state |= {name: torch.zeros_like(w, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
                 state["step"] += 1
                 lr = torch.tensor(group["lr"], dtype=w.dtype)
                 rest_of_mean, rest_of_square = (1 - beta ** state["step"] for beta in group["betas"])

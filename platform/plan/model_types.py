@@ -193,6 +193,8 @@ class StoredStates:
 
 
 SCALE_BLOCK = 256  # consecutive elements of a flattened parameter with one scale, as in torchao
+SCALES = "_scale"  # behind the name of a moment in 8 bits: the scales of its blocks
+LOW = "low"  # kind of the low halves of masters, where `model` has the high ones
 LEAST_SCALED = 4096  # elements of the smallest parameter whose moments have scales, as in torchao and bitsandbytes
 WIDE_STATES = StoredStates()
 

@@ -355,7 +355,7 @@ class Plan:
 
     def count_masters_of_parameters(self, names: Sequence[str], coordinates: Mapping[str, int]) -> int:
         """Return how many elements of the parameters `names` the worker at `coordinates` keeps as master copies."""
-        return sum(n for name, n in self.count_own_masters(coordinates).items() if name in names)
+        return sum(n for name, n in self.count_own_masters(coordinates).items() if name in names) if names else 0
 
     def count_saved_state_bytes(self, sizes: Mapping[str, int]) -> int:
         """Return the bytes that the moments of so many elements of parameters, by name, take less than as masters."""

@@ -91,7 +91,7 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     # copies to compute with
     apart = [b for b in trained if compute != master or (b.sharded and not b.has_sharded_weights)]
     less = plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
-    saved = plan.count_saved_state_bytes(plan.count_own_masters(at))
+    saved = plan.count_saved_state_bytes(plan.count_own_masters(at)) if plan.stored.count else 0
     kept = 2 if plan.stored.masters == "split" else master  # the other half is the copy to compute with
     return {
         "parameters": masters * kept

@@ -14,14 +14,8 @@ from math import prod
 from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
-from platform.optimizer.optimizers import (
-    OPTIMIZERS,
-    OptimizerUpdate,
-    count_states_per_element,
-    is_piecewise,
-    iterate_updated_parts,
-    piece_scratch_bytes,
-)
+from platform.optimizer import optimizers
+from platform.optimizer.optimizers import OptimizerUpdate, count_states_per_element, iterate_updated_parts
 from platform.plan import generation_passes
 from platform.plan.chunks import Chunk, RecordableModel
 from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, PlannedPass, batch_rows, plan_pass
@@ -220,9 +214,7 @@ def _count_scratch_bytes(config: Config, plan: Plan, stage: int) -> int:
     """Predict the temporary bytes of an optimizer update on a plan's stage, for a worker with all its blocks."""
     o, at = config.optimizer, {**plan.mesh.rank_coordinates(0), "stage": stage}
     update = OptimizerUpdate(plan.stage_part(stage), at, dict(iterate_updated_parts(plan, at)))
-    if is_piecewise(o):
-        return piece_scratch_bytes(o, update, device_kind(config))
-    return OPTIMIZERS[o.kind].scratch(o, update)
+    return optimizers.scratch_bytes(o, update, device_kind(config))
 
 
 def device_kind(config: Config) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +10,14 @@ from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
 from platform.model.losses import loss_functions
-from platform.optimizer.optimizers import (
-    OPTIMIZERS,
-    build_optimizer,
-    group_parameters,
-    is_piecewise,
-    probe_optimizer_state,
-)
+from platform.optimizer.optimizers import OPTIMIZERS, build_optimizer, group_parameters, is_piecewise
 from platform.optimizer.stored_states import PiecewiseOptimizer
 from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.matrices import AdafactorSums, MuonMatrices
 from platform.runtime.parallel_ops import ParallelOps
-from platform.train.rank_parameters import DTYPES, RankWeights
+from platform.train.rank_parameters import RankWeights
 
 
 class Rank(NamedTuple):
@@ -72,14 +65,8 @@ def build_rank(
     if OPTIMIZERS[o.kind].divides or is_piecewise(o):
         groups = weights.join_adjacent_parameters(groups)
     nothing = torch.zeros(0, device=communicator.device)  # a shard may be all padding, and none is refused
-    groups, build = groups or [{"params": [nothing]}], partial(build_optimizer, o=o)
-    if is_piecewise(o):
-        moments, _ = probe_optimizer_state(o, DTYPES[plan.precision][1], communicator.device)
-        optimizer: torch.optim.Optimizer = PiecewiseOptimizer(
-            groups, build, moments, o.moments, weights.halves_of_updated
-        )
-    else:
-        optimizer = build(groups)
+    groups = groups or [{"params": [nothing]}]
+    optimizer = PiecewiseOptimizer(groups, o, weights.updated_halves) if is_piecewise(o) else build_optimizer(groups, o)
     if isinstance(optimizer, Muon):
         optimizer.matrices = MuonMatrices(stage, communicator, weights.buckets)
     if stage.factored and isinstance(optimizer, Adafactor):

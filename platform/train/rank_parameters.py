@@ -211,11 +211,9 @@ class RankWeights:
         return self._plan.stored.masters == "split"
 
     @property
-    def halves_of_updated(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def updated_halves(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Map the id of each tensor that the optimizer updates to its halves, if masters are split."""
-        owners = (
-            {id(w): (w, self._bucket_of[n]) for n, (w, _) in self.updated.items()} if self.are_masters_split else {}
-        )
+        owners = {id(w): (w, self._bucket_of[n]) for n, (w, _) in self.updated.items() if self.are_masters_split}
         return {number: flat.halves_of(w) for number, (w, flat) in owners.items()}
 
     @property

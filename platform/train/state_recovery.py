@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint import memory_recovery as recovery
-from platform.checkpoint.blocks import Block, Box, HeldTensor, JoinedBlocks, Share, state_name
+from platform.checkpoint.blocks import Block, Box, HeldTensor, JoinedBlocks, Share, find_unit, state_name
 from platform.checkpoint.snapshots import Copy, MemoryMap, Snapshot
 from platform.config.fields import Config, SentConfig
-from platform.optimizer.optimizers import AVERAGE, LOW, SCALES, SIDES
-from platform.plan.model_types import SCALE_BLOCK
+from platform.optimizer.optimizers import AVERAGE, SIDES
+from platform.plan.model_types import LOW, SCALES
 from platform.plan.plan import Plan
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import all_gather_values
@@ -251,16 +251,15 @@ def _settle_disputes(
 def _replica_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return the tensors that this rank's replicas should hold alike, by KIND.PARAMETER: master and compute copies of
     weights, optimizer moments. ZeRO shards are left out, as no other rank holds them."""
-    plan, weights, tensor_by_name = trainer.stage, trainer.weights, {}
-    all_halves = weights.master_halves
+    plan, weights, all_halves = trainer.stage, trainer.weights, trainer.weights.master_halves
+    tensor_by_name: dict[str, Tensor] = {}
     for name, master in weights.own_masters.items():
         if not plan.bucket_by_parameter[name].sharded:
             halves = all_halves.get(name, (master.detach(),))
             tensor_by_name |= {f"{kind}.{name}": x for kind, x in zip(("model", LOW), halves, strict=False)}
             updated = weights.updated[name][0]
             moments = ((k, v) for k, v in trainer.optimizer.state[updated].items() if isinstance(v, Tensor) and v.dim())
-            units = ((k, v, SCALE_BLOCK if k.endswith(SCALES) else 1) for k, v in moments)
-            parts = ((k, v if k in SIDES else weights.part_of_parameter(name, v, unit)) for k, v, unit in units)
+            parts = ((k, v if k in SIDES else weights.part_of_parameter(name, v, find_unit(k))) for k, v in moments)
             whole = ((k, v) for k, v in parts if v.shape == master.shape or k.endswith((*SIDES, SCALES)))
             tensor_by_name |= {f"{k}.{name}": v for k, v in whole}
             tensor_by_name |= {f"{AVERAGE}.{name}": w for n, w in weights.averages.items() if n == name}

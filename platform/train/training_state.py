@@ -20,6 +20,7 @@ from platform.checkpoint.blocks import (
     HeldTensor,
     JoinedBlocks,
     Share,
+    find_unit,
     list_held_states,
     list_held_tensors,
     list_written_parts,
@@ -32,16 +33,8 @@ from platform.checkpoint.memory_recovery import recover_state
 from platform.checkpoint.moves import World
 from platform.checkpoint.snapshots import NodeSnapshot
 from platform.config.fields import hash_values
-from platform.optimizer.optimizers import (
-    AVERAGE,
-    LOW,
-    NOT_OF_FACTORED,
-    NOT_OF_MATRICES,
-    SCALES,
-    SIDES,
-    probe_optimizer_state,
-)
-from platform.plan.model_types import SCALE_BLOCK
+from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, probe_optimizer_state
+from platform.plan.model_types import LOW, SCALES
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import all_gather_values
@@ -57,29 +50,24 @@ def list_state_tensors(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
     """Return all tensors of a run's training state under `plan`, with the ranks that keep them, and the `moments`."""
     dtype = DTYPES[plan.precision][1]
     low, weights = str(DTYPES[plan.precision][0]).removeprefix("torch."), list_held_tensors(plan, "model", dtype)
-    masters = [replace(h, dtype=low) if _parameter_of(h) in plan.frozen else h for h in weights]
-    trained = [h for h in masters if _parameter_of(h) not in plan.frozen]  # moments are laid out like them
+    by_name = {h.name.removeprefix("model."): h for h in weights}
+    masters = [replace(h, dtype=low) if name in plan.frozen else h for name, h in by_name.items()]
+    trained = {name: h for name, h in by_name.items() if name not in plan.frozen}  # moments are laid out like them
     if plan.stored.masters == "split":
         masters = [replace(h, dtype="bfloat16") for h in masters]
-        masters += [replace(h, name=f"{LOW}.{_parameter_of(h)}", dtype="int16") for h in trained]
+        masters += [replace(h, name=f"{LOW}.{name}", dtype="int16") for name, h in trained.items()]
     held_moments = [held for kind in moments for held in _list_held_moments(plan, kind, trained)]
     return [*masters, *list_held_states(plan, dtype), *held_moments]
 
 
-def _list_held_moments(plan: Plan, kind: str, masters: Sequence[HeldTensor]) -> list[HeldTensor]:
-    """Return one moment, or its scales, of the weights `masters` as tensors of the ranks that hold these."""
-    masters = [h for h in masters if _is_kept_moment(plan, kind, _parameter_of(h))]
+def _list_held_moments(plan: Plan, kind: str, masters: Mapping[str, HeldTensor]) -> list[HeldTensor]:
+    """Return one moment, or its scales, of the weights by name as tensors of the ranks that hold their `masters`."""
+    kept = {name: h for name, h in masters.items() if _is_kept_moment(plan, kind, name)}
     if kind in SIDES:
-        return [_held_side(plan, h, kind) for h in masters]
+        return [_held_side(plan, h, kind) for h in kept.values()]
     if kind.endswith(SCALES):
-        return list_held_tensors(plan, kind, torch.float32, SCALE_BLOCK, {_parameter_of(h) for h in masters})
-    held = [(_parameter_of(h), h) for h in masters]
-    return [replace(h, name=f"{kind}.{name}", dtype=_moment_type(plan, kind, name, h.dtype)) for name, h in held]
-
-
-def _parameter_of(master: HeldTensor) -> str:
-    """Return the name of the parameter of which `master` is the master weight."""
-    return master.name.removeprefix("model.")
+        return list_held_tensors(plan, kind, torch.float32)
+    return [replace(h, name=f"{kind}.{n}", dtype=_moment_type(plan, kind, n, h.dtype)) for n, h in kept.items()]
 
 
 def _moment_type(plan: Plan, moment: str, name: str, wide: str) -> str:
@@ -161,9 +149,7 @@ class RankTrainingState:
                 kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
             coordinates = self._communicator.coordinates
             laid_out = {kind: tensors for kind, tensors in kinds.items() if kind not in SIDES}
-            units = {kind: SCALE_BLOCK if kind.endswith(SCALES) else 1 for kind in laid_out}
-            kept = ((kind, tensors, coordinates, units[kind]) for kind, tensors in laid_out.items())
-            blocks = [block for these in kept for block in local_blocks(plan, *these)]
+            blocks = [b for kind, tensors in laid_out.items() for b in local_blocks(plan, kind, tensors, coordinates)]
             sides = ((f"{kind}.{name}", x) for kind in SIDES for name, x in kinds.get(kind, {}).items())
             blocks += [Block(name, Box.whole_tensor(x.shape), x) for name, x in sides if name in self._mine]
             unlearned = ((state_name(p), weights.states[p.name]) for p in self._trainer.stage.states)
@@ -202,7 +188,8 @@ class RankTrainingState:
         start_weights = self._open_initial_weights()
         held = [h for h in self.held if h.name.startswith(("model.", f"{LOW}."))]
         blocks = [b for b in self.live_blocks() if b.name.startswith(("model.", f"{LOW}."))]
-        fill_wide(start_weights.pieces, start_weights.fetch, held, blocks, self._world)
+        wide = {h.name: "float32" for h in held if h.dtype == "bfloat16"}
+        fill_wide(start_weights.pieces, start_weights.fetch, held, blocks, self._world, wide)
         self._trainer.weights.refresh_copies()
         if AVERAGE in self.moments:
             self._trainer.weights.begin_averages()
@@ -263,15 +250,14 @@ class RankTrainingState:
         stored_moment: Tensor | None = self._optimizer_state(name).get(moment)
         if stored_moment is None:
             return self._zero_moment(name, w, moment)
-        unit = SCALE_BLOCK if moment.endswith(SCALES) else 1
-        return stored_moment if moment in SIDES else weights.part_of_parameter(name, stored_moment, unit)
+        return stored_moment if moment in SIDES else weights.part_of_parameter(name, stored_moment, find_unit(moment))
 
     def _zero_moment(self, name: str, w: Tensor, moment: str) -> Tensor:
         """Return a zero optimizer moment of the master weight `w`, in place of one that no update has made yet."""
         if moment in SIDES:
             return w.new_zeros(matrix_side_length(self._plan, moment, name))
-        if moment.endswith(SCALES):
-            return torch.zeros(w.numel() // SCALE_BLOCK, device=w.device)
+        if (unit := find_unit(moment)) > 1:
+            return torch.zeros(w.numel() // unit, device=w.device)
         kept_type = _moment_type(self._plan, moment, name, str(w.dtype).removeprefix("torch."))
         return torch.zeros_like(w, requires_grad=False, dtype=getattr(torch, kept_type))
 

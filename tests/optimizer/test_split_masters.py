@@ -164,7 +164,7 @@ def test_checkpoints_hold_the_numbers(there, here, tmp_path):
     [
         ({"precision": "fp32"}, "optimizer.masters=split: precision=fp32 has no bf16 weights.*: fp32, precision=bf16"),
         ({"precision": "fp16"}, "precision=fp16 has no bf16 weights"),
-        ({"kind": "muon"}, "optimizer=muon reads whole master copies; nearest legal: fp32, optimizer=adamw"),
+        ({"kind": "muon"}, "muon reads whole master copies; nearest legal: fp32, optimizer=adamw"),
     ],
     ids=str,
 )  # fmt: skip

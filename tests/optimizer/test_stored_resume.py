@@ -140,5 +140,9 @@ def test_a_run_says_that_it_converts(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     done = in_this_process(*first[:-1], "optimizer.moments=int8", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "optimizer.moments=int8: the checkpoint's moments are fp32, and are converted" in done.stdout
     assert "changed  optimizer.moments: fp32 there, int8 here" in done.stdout
+    elsewhere = [*run, "run.dir=other", "train.steps=4", "checkpoint.resume=run/checkpoints", "optimizer.masters=split"]
+    done = in_this_process(*elsewhere, "precision=bf16", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "changed  optimizer.moments: int8 there, fp32 here" in done.stdout
+    assert "changed  optimizer.masters: fp32 there, split here" in done.stdout
