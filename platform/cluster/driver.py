@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep, time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from platform.boundary.local_files import list_missing_directories, remove_empty_directories
 from platform.boundary.redaction import known_secrets, strip_url_secrets
@@ -51,6 +51,7 @@ from platform.predict.memory_budget import predict_peak_bytes
 
 if TYPE_CHECKING:
     from platform.checkpoint.catalogue import Selection
+    from platform.checkpoint.manifest import Manifest
     from platform.cluster.control.checkpoints import Checkpoints
 
 
@@ -154,7 +155,8 @@ def _check_and_drive(
         from platform.cluster.control.checkpoints import Checkpoints
 
         selection = origin.find_resume_checkpoint(config, plan)
-        _check_initial_weights(config, resumes := bool(selection and selection.manifest))
+        resumes = bool(selection and selection.manifest)
+        base = _check_initial_weights(config, selection.manifest if selection else None)
     tasks, places = open_tasks(config), places or reserve(state.say)
     for line in reserve_lines:
         state.say(line)
@@ -171,7 +173,7 @@ def _check_and_drive(
     journal, monitor = _open_records(config, state, opened)
     origin.report_changed_keys(changed, journal, monitor.say, effects)
     carried = _files_to_carry(config, selection, corpus, monitor.say)
-    state.checkpoints = checkpoints = Checkpoints(config, plan, selection, journal, monitor.say, carried)
+    state.checkpoints = checkpoints = Checkpoints(config, plan, selection, journal, monitor.say, carried, base)
     job = _describe_job(config, plan, directory.path, places.device, worker)
     run = RunContext(config, plan, job, steps, journal, monitor, signals, checkpoints, directory, places, corpus, tasks)
     _drive_crew(run, state, orphan)
@@ -194,14 +196,27 @@ def _describe_job(config: Config, plan: Plan, run_dir: Path, device: str, worker
     )
 
 
-def _check_initial_weights(config: Config, resumes: bool) -> None:
-    """Raise ConfigError if a run that does not resume cannot use the weights of train.init with its tokenizer."""
-    if not resumes and config.train.init not in ("", "random"):
-        from platform.weights.importing import open_initial_weights
+def _check_initial_weights(config: Config, resumed: Manifest | None) -> dict[str, Any]:
+    """Raise ConfigError if a run that does not resume cannot use the weights of train.init with its tokenizer, or if
+    adapters have no base, or another than in the checkpoint `resumed`. Return what checkpoints of adapters say of it,
+    {} without adapters."""
+    tunes = config.tune.kind != "none"
+    if config.train.init in ("", "random"):
+        if tunes:
+            reason = "adapters are of weights that exist"
+            raise ConfigError("train.init", config.train.init, reason, ["train.init=FOLDER", "train.init=CHECKPOINT"])
+        return {}
+    if resumed and not tunes:
+        return {}
+    from platform.weights.importing import check_base, open_initial_weights
+    from platform.weights.stored_adapters import BASE, read_base
 
-        open_initial_weights(config)
-        if config.data.kind != "synthetic":
-            _check_vocabulary(config, load_named_vocabulary(config.data))
+    weights = open_initial_weights(config)
+    if not resumed and config.data.kind != "synthetic":
+        _check_vocabulary(config, load_named_vocabulary(config.data))
+    if resumed and (base := read_base(resumed)):
+        check_base(weights, base, "the checkpoint that it resumes from")
+    return {BASE: asdict(weights.describe_base())} if tunes else {}
 
 
 def _check_vocabulary(config: Config, vocabulary: Vocabulary | None) -> None:

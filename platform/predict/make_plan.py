@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from math import inf, prod, sqrt
+from math import inf, prod
 from typing import Any
 
 from platform.boundary.refusals import ConfigError, closest_values, find_refused_key, format_violation, refuse_all
@@ -20,14 +20,14 @@ from platform.config.ramps import fix_sequence_length, length_phases, parse_leng
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
 from platform.model.losses import violations_of_loss
+from platform.model.tuning import find_adapters
 from platform.optimizer import optimizers
 from platform.optimizer.optimizers import find_factored_matrices, find_muon_matrices
 from platform.plan.accelerators import nominal_memory
-from platform.plan.adapters import AdapterRule, build_adapters, list_target_words
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
 from platform.plan.layout import find_divisors, find_factorizations, format_count
-from platform.plan.model_types import PAIR_LOSSES, Adapter, LabelLoss, Recompute
+from platform.plan.model_types import PAIR_LOSSES, LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
@@ -222,7 +222,7 @@ def _build_unchecked_plan(
         loss=LabelLoss(loss, training_objective_name(config) in WEIGHTED, loss in PAIR_LOSSES),
         parts=parts,
         frozen=_find_frozen(config, model),
-        adapters=_find_adapters(config, model),
+        adapters=find_adapters(config.model, config.tune, model),
     )
 
 
@@ -329,30 +329,6 @@ def _find_frozen(config: Config, model: RecordableModel) -> tuple[str, ...]:
         lines.append(format_violation("train.freeze", ",".join(matches_by_pattern), "leaves no parameter to train"))
     refuse_all(lines)
     return frozen
-
-
-def _find_adapters(config: Config, model: RecordableModel) -> dict[str, Adapter]:
-    """Return the adapters that tune asks for, by the name of what they adapt. Raises ConfigError for a target that
-    matches nothing, for a table of several uses, and for a dropout of experts' rows."""
-    tune, parameters = config.tune, model.parameters()
-    if tune.kind == "none":
-        return {}
-    scale = tune.alpha / (sqrt(tune.rank) if tune.rslora else tune.rank)
-    rule = AdapterRule(tune.rank, scale, tune.dropout, tuple(tune.targets))
-    matches, words = rule.match_targets(parameters), list_target_words(parameters)
-    names = {name: None for matched in matches.values() for name in matched}
-    lines = []
-    if config.model.tied or config.model.kind == "encoder_decoder":
-        words = [word for word in words if word != "embedding"]
-        if "embedding" in names:
-            reason = "the table has several uses (model.tied, two stacks), and an adapter is of one"
-            lines.append(format_violation("tune.targets", "embedding", reason, words))
-    vain = [target for target, matched in matches.items() if not matched]
-    lines += [format_violation("tune.targets", t, "matches no weight that can have an adapter", words) for t in vain]
-    if tune.dropout and any(p.name in names and p.num_stack_dims for p in parameters):
-        lines.append(format_violation("tune.dropout", tune.dropout, "adapters of experts drop nothing", [0.0]))
-    refuse_all(lines)
-    return build_adapters(parameters, names, rule, model.sizes)
 
 
 def _violations_of_documents(config: Config, plan: Plan) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from math import prod
 from typing import Protocol
@@ -365,8 +365,8 @@ class _Summa(torch.autograd.Function):
             operands = _convert_summa_operands(ctx.communicator, group.einsums, operands)
         splits = _cut_operands_into_panels(ctx.communicator, group, x, operands)
         trained = [i for i, e in enumerate(group.einsums) if not e.frozen]
-        contiguous = {"memory_format": torch.contiguous_format}
-        dx, dws = torch.empty_like(x, **contiguous), {i: torch.empty_like(operands[i], **contiguous) for i in trained}
+        allocate = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        dx, dws = allocate(x), {i: allocate(operands[i]) for i in trained}
         finish = []
         for t, (xt, *ws) in _iterate_panels(splits, group.panels.count):
             triples = list(zip(group.einsums, gradients, ws, strict=True))

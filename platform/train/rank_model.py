@@ -49,7 +49,10 @@ def build_rank(
     # The chunks of its pipeline stage: `PipelineExecutor` runs them in the order of the schedule's row.
     stage = plan.stage_part(communicator.coordinates["stage"])
     # Weights: blocks, or ZeRO shards of these, in flat buckets, which also add up gradients and reduce them over ranks.
-    weights = shared.weights if shared else RankWeights(stage, communicator, config.seed if fresh else None, overlap)
+    # What adapters are of is never restored with them, and they begin beside weights that are read.
+    seed = config.seed if fresh or plan.adapters else None
+    reads = bool(plan.adapters) and config.train.init not in ("", "random")
+    weights = shared.weights if shared else RankWeights(stage, communicator, seed, overlap, reads)
     if config.train.ema and not shared:
         weights.begin_averages()
     # Operations: the model calls them on whole tensors, and they compute on blocks and communicate as the plan says;

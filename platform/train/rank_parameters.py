@@ -53,17 +53,25 @@ class RankWeights:
     `seed`: None leaves initial values out, where a state is going to be restored.
     """
 
-    def __init__(self, plan: Plan, communicator: Communicator, seed: int | None, overlap: bool = True):
+    def __init__(
+        self,
+        plan: Plan,
+        communicator: Communicator,
+        seed: int | None,
+        overlap: bool = True,
+        reads_frozen: bool = False,
+    ):
         """Allocate this rank's blocks or shards of the model's weights and gradients under `plan`. `seed`: seed of
         initial values, None for none; `overlap`: reduce gradients during backward passes, and gather ZeRO shards
-        ahead."""
+        ahead; `reads_frozen`: frozen weights get no initial values, as they are read."""
         self._plan, self._overlap = plan, overlap
         low, high = DTYPES[plan.precision]
         self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
         self._trained = [flat for flat in self.buckets if not flat.bucket.frozen]
         for flat in self.buckets:
             flat.complete = self._reduce_complete_bucket
-            for p in flat.bucket.parameters if flat.here and seed is not None else ():
+            begins = seed is not None and not (flat.bucket.frozen and reads_frozen)
+            for p in flat.bucket.parameters if flat.here and begins else ():
                 master = flat.master[p.name]
                 apart = flat.bucket.sharded or flat.low is not None
                 shape = plan.block_shape(p, communicator.coordinates)

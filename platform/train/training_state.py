@@ -47,12 +47,15 @@ from platform.weights.importing import InitialWeights, open_initial_weights
 
 
 def list_state_tensors(plan: Plan, moments: Iterable[str]) -> list[HeldTensor]:
-    """Return all tensors of a run's training state under `plan`, with the ranks that keep them, and the `moments`."""
+    """Return all tensors of a run's training state under `plan`, with the ranks that keep them, and the `moments`;
+    without the base of adapters."""
     dtype = DTYPES[plan.precision][1]
     low, weights = str(DTYPES[plan.precision][0]).removeprefix("torch."), list_held_tensors(plan, "model", dtype)
     by_name = {h.name.removeprefix("model."): h for h in weights}
     masters = [replace(h, dtype=low) if name in plan.frozen else h for name, h in by_name.items()]
     trained = {name: h for name, h in by_name.items() if name not in plan.frozen}  # moments are laid out like them
+    if plan.adapters:
+        masters = [*trained.values()]
     if plan.stored.masters == "split":
         masters = [replace(h, dtype="bfloat16") for h in masters]
         masters += [replace(h, name=f"{LOW}.{name}", dtype="int16") for name, h in trained.items()]
@@ -75,6 +78,12 @@ def _moment_type(plan: Plan, moment: str, name: str, wide: str) -> str:
     if moment == AVERAGE:
         return wide
     return "bfloat16" if plan.stored.moments == "bf16" else "uint8" if name in plan.scaled else wide
+
+
+def list_base_tensors(plan: Plan) -> list[HeldTensor]:
+    """Return the weights that a plan's adapters are of, as `list_state_tensors` does others; [] without adapters."""
+    weights = list_held_tensors(plan, "model", DTYPES[plan.precision][0]) if plan.adapters else []
+    return [h for h in weights if h.name.removeprefix("model.") in plan.frozen]
 
 
 def _is_kept_moment(plan: Plan, moment: str, name: str) -> bool:
@@ -141,10 +150,11 @@ class RankTrainingState:
         stored = [state.get(kind) for state in states for kind in self.moments] + [*weights.averages.values()]
         addresses = [-1 if moment is None else moment.data_ptr() for moment in stored]
         if -1 in addresses or addresses != self._where:  # the optimizer may have put another tensor in a moment's place
-            kinds: dict[str, Mapping[str, Tensor]] = {"model": weights.master}
+            trained = weights.trainable_masters.items()
+            kinds: dict[str, Mapping[str, Tensor]] = {"model": dict(trained) if plan.adapters else weights.master}
             if halves := weights.master_halves:
                 kinds = {k: {n: pair[i] for n, pair in halves.items()} for i, k in enumerate(("model", LOW))}
-            trained = weights.trainable_masters.items()
+            kinds: dict[str, Mapping[str, Tensor]] = {"model": dict(trained) if plan.adapters else weights.master}
             for kind in self.moments:
                 kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
             coordinates = self._communicator.coordinates
@@ -176,23 +186,36 @@ class RankTrainingState:
         """Restore this rank's training state from the checkpoint `directory` of any plan; all ranks call it together.
         Raises the errors of `platform.train.state_forms.restore_states`, and Refused; the state is then
         undefined."""
+        self._load_base()
         self._prepare_state(manifest.meta.values)
         how = self.held, self.live_blocks(), self._world, str(DTYPES[self._plan.precision][1]).removeprefix("torch.")
         restore_states(storage, directory, manifest, *how)
         self._trainer.weights.refresh_copies()
 
     def load_initial_weights(self) -> None:
-        """Fill this rank's weights from train.init, a checkpoint of any plan or a model saved by transformers;
-        optimizer moments and numbers stay as at the start. All ranks call it together. Raises Refused, Corrupt or
-        OSError; the weights are then undefined."""
+        """Fill this rank's weights from train.init; all ranks call it together. Raises Refused, Corrupt or OSError."""
         start_weights = self._open_initial_weights()
-        held = [h for h in self.held if h.name.startswith(("model.", f"{LOW}."))]
-        blocks = [b for b in self.live_blocks() if b.name.startswith(("model.", f"{LOW}."))]
-        wide = {h.name: "float32" for h in held if h.dtype == "bfloat16"}
-        fill_wide(start_weights.pieces, start_weights.fetch, held, blocks, self._world, wide)
-        self._trainer.weights.refresh_copies()
+        self._fill_weights(start_weights, [*list_base_tensors(self._plan), *self.held])
         if AVERAGE in self.moments:
             self._trainer.weights.begin_averages()
+
+    def _load_base(self) -> None:
+        """Fill the weights that adapters are of from train.init; without it they have their initial values already."""
+        if self._plan.adapters and self._trainer.config.train.init not in ("", "random"):
+            self._fill_weights(self._open_initial_weights(), list_base_tensors(self._plan))
+
+    def _fill_weights(self, start_weights: InitialWeights, held: Sequence[HeldTensor]) -> None:
+        """Fill this rank's blocks of the weights `held` that are among `start_weights`; all ranks call it together."""
+        names, plan, at = {p.name for p in start_weights.pieces}, self._plan, self._communicator.coordinates
+        weights = {n: w for n, w in self._trainer.weights.own_masters.items() if n in plan.frozen and plan.adapters}
+        blocks = [*local_blocks(plan, "model", weights, at), *self.live_blocks()]
+        halves = [(h, f"model.{h.name.partition('.')[2]}") for h in held if h.name.startswith(("model.", f"{LOW}."))]
+        wanted = {h.name: h for h, weight in halves if weight in names or not plan.adapters}
+        blocks = [b for b in blocks if b.name in wanted]
+        pieces = [p for p in start_weights.pieces if p.name in wanted]
+        wide = {name: "float32" for name in wanted if name.replace("model.", f"{LOW}.", 1) in wanted.keys() - {name}}
+        fill_wide(pieces, start_weights.fetch, [*wanted.values()], blocks, self._world, wide)
+        self._trainer.weights.refresh_copies()
 
     def _open_initial_weights(self) -> InitialWeights:
         """Open the weights of train.init, and check that all ranks see the same files. Raises Refused on all ranks
@@ -217,6 +240,7 @@ class RankTrainingState:
         read, None if it has none; see `platform.checkpoint.memory_recovery.recover_state`."""
         known = [values for values in all_gather_values(self._communicator, node.values if node else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
+        self._load_base()
         self._prepare_state(known[0])
         recover_state(survived, node.read_part if node else _refuse_read, self.held, self.live_blocks(), self._world)
         self._trainer.weights.refresh_copies()

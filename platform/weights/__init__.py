@@ -2,7 +2,7 @@
 bytes, block by block.
 
 Its files in reading order: config_keys, llama, deepseek, relatives, encoders, families, tensor_names, quantised,
-model_folder, importing, exporting.
+model_folder, stored_adapters, importing, exporting, peft_format.
 """
 
 FROM_HF = "from_hf"  # model.kind in conf/model/from_hf.yaml, until the model's source says it

@@ -15,10 +15,10 @@ from typing import Any
 from platform.boundary.local_files import list_missing_directories, refuse_full_disk, remove_empty_directories
 from platform.boundary.redaction import strip_url_secrets
 from platform.boundary.refusals import ConfigError, build_command_line, refuse_all, run_command
-from platform.boundary.storage import open_storage
+from platform.boundary.storage import Storage, open_storage
 from platform.boundary.terminal import escape_terminal_text
 from platform.checkpoint import catalogue
-from platform.checkpoint.manifest import Refused
+from platform.checkpoint.manifest import Manifest, Refused, check_tensors
 from platform.config.extensions import import_user_modules
 from platform.data.tokenizer_files import has_tokenizer
 from platform.weights import model_folder
@@ -26,6 +26,8 @@ from platform.weights.exporting import SHARD, TYPES, export_model, open_exportab
 from platform.weights.families import FAMILIES
 from platform.weights.importing import import_model, open_importable, swap_in_averages
 from platform.weights.model_folder import SavedModel, read_companions_and_tokenizer_lack, read_export_files
+from platform.weights.peft_format import export_adapters, holds_adapters, import_adapters
+from platform.weights.stored_adapters import StoredAdapters, parse_stored_tune, read_base
 from platform.weights.tensor_names import parse_stored_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -41,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.set_defaults(run=_import_weights)
     command.add_argument("source", help="the folder that save_pretrained wrote, or its URL; or one .safetensors in it")
     command.add_argument("url", help="the storage that gets the checkpoint; then train.init=URL")
+    base = "adapters of PEFT: the folder of the model that they are of; default: the one that they name"
+    command.add_argument("--base", help=base, default="", metavar="FOLDER")
     drop: dict[str, Any] = {"action": "append", "default": [], "metavar": "PATTERN"}
     command.add_argument("--drop", help="tensors to leave out, such as 'cls.seq_relationship.*'", **drop)
     command = commands.add_parser("export", help="write a checkpoint so that transformers loads it")
@@ -55,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     stacked = "the experts of a layer in stacks, as transformers computes them; default: a tensor for each of them"
     command.add_argument("--fused", action="store_true", help=stacked)
     command.add_argument("--averaged", action="store_true", help="the averages that train.ema kept of the weights")
+    command.add_argument("--adapters", action="store_true", help="the adapters of tune=lora alone, as PEFT saves them")
     tokenizer = "a file or folder; default: that of the checkpoint"
     command.add_argument("--tokenizer", default="", metavar="PATH", help=tokenizer)
     return run_command(parser, _extend_and_run, arguments, failures=(Refused, OSError))
@@ -69,6 +74,11 @@ def _extend_and_run(arguments: argparse.Namespace) -> int:
 def _import_weights(arguments: argparse.Namespace) -> int:
     """Make a checkpoint of a model that transformers saved, with its tokenizer's files, for `python -m platform.weights
     import`; return exit status 0. Raises ConfigError unless all of the model is known."""
+    if holds_adapters(arguments.source):
+        storage = open_storage(arguments.url, "url")
+        directory = import_adapters(arguments.source, arguments.base, storage)
+        print(escape_terminal_text(f"{storage.url}/{directory}"))
+        return 0
     source_model = open_importable(arguments.source, "source", drop=arguments.drop)
     storage = open_storage(arguments.url, "url")
     files, why_no_tokenizer = read_companions_and_tokenizer_lack(source_model.saved, "source")
@@ -86,6 +96,8 @@ def _export_weights(arguments: argparse.Namespace) -> int:
     max_shard_bytes = _parse_byte_size(arguments.shard)
     storage, directory, manifest = catalogue.select_checkpoint(arguments.url)
     manifest = swap_in_averages(manifest) if arguments.averaged else manifest
+    if arguments.adapters:
+        return _export_adapters(arguments, storage, directory, manifest)
     like = SavedModel(arguments.like, "--like").config if arguments.like else None
     length = parse_stored_model(manifest.meta.identity).length
     like_its = arguments.like if has_tokenizer(arguments.like) else ""
@@ -105,6 +117,18 @@ def _export_weights(arguments: argparse.Namespace) -> int:
         print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
     place = f"{export.family.architecture} in {strip_url_secrets(arguments.folder)}"
     print(escape_terminal_text(f"{directory}: {place}: {', '.join(names)}"))
+    return 0
+
+
+def _export_adapters(arguments: argparse.Namespace, storage: Storage, directory: str, manifest: Manifest) -> int:
+    """Write the adapters of a checkpoint as PEFT saves them, for `export --adapters`; return exit status 0."""
+    if (base := read_base(manifest)) is None:
+        raise ConfigError("--adapters", directory, "holds whole weights; leave it out")
+    identity = manifest.meta.identity
+    stored = StoredAdapters(storage, directory, manifest, parse_stored_model(identity), parse_stored_tune(identity))
+    check_tensors(manifest, stored.shapes)
+    names = export_adapters(stored, base.url, open_storage(arguments.folder, "folder"))
+    print(escape_terminal_text(f"{directory}: adapters in {strip_url_secrets(arguments.folder)}: {', '.join(names)}"))
     return 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -19,12 +19,13 @@ from platform.checkpoint.buffer import DTYPES
 from platform.checkpoint.interchange import write_safetensors
 from platform.checkpoint.manifest import Manifest
 from platform.checkpoint.moves import read_tensor
-from platform.config.fields import Model
+from platform.config.fields import Config, Model
 from platform.data.tokenizer import Vocabulary
 from platform.weights import tensor_names
 from platform.weights.config_keys import QUANTISED, ConfigJson, Family, Free
-from platform.weights.importing import SOURCE
+from platform.weights.importing import SOURCE, InitialWeights, open_initial_weights, read_weight
 from platform.weights.model_folder import CONFIG, INDEX, SINGLE, WEIGHTS, special_token_ids
+from platform.weights.stored_adapters import read_base
 from platform.weights.tensor_names import HfTensor, choose_family, find_family, functional_keys, list_parameters
 
 METADATA = {"format": "pt"}
@@ -36,7 +37,7 @@ SHARD = 5 * 10**9  # bytes of a file, by default: what most storages take at onc
 class Exportable:
     """Checkpoint that transformers can load once it is exported: `family` and `config` (its config.json) say as what;
     `tensors`: theirs; `dtype`: type of all, "" for the types of the checkpoint; `fused`: a layer's experts are in
-    stacks."""
+    stacks; `merged`: the weights, if the checkpoint holds adapters of others."""
 
     storage: Storage
     directory: str
@@ -46,6 +47,14 @@ class Exportable:
     config: dict[str, Any]
     dtype: str
     fused: bool = False
+    merged: InitialWeights | None = None
+
+    @cached_property
+    def _types(self) -> dict[str, str]:
+        """Map `model.NAME` to the stored element type of each weight."""
+        if self.merged:
+            return {piece.name: piece.dtype for piece in self.merged.pieces}
+        return {name: t.dtype for name, t in self.manifest.tensors.items()}
 
     @cached_property
     def tensors(self) -> list[HfTensor]:
@@ -59,14 +68,15 @@ class Exportable:
 
     def element_type(self, stored: HfTensor) -> str:
         """Return the element type of an exported tensor, such as "bfloat16"; a router's bias keeps the checkpoint's."""
-        kinds = {self.manifest.tensors[f"model.{part.name}"].dtype for part in stored.parts}
+        kinds = {self._types[f"model.{part.name}"] for part in stored.parts}
         kept = self._state_names.issuperset(part.name for part in stored.parts)
         return ("" if kept else self.dtype) or max(kinds, key=TYPES[::-1].index)
 
     def read_stored_tensor(self, stored: HfTensor) -> Tensor:
         """Read a tensor in transformers' form and the exported type from the checkpoint. Raises Refused or OSError."""
-        checkpoint = self.storage, self.directory, self.manifest
-        blocks = [read_tensor(*checkpoint, f"model.{part.name}", part.box) for part in stored.parts]
+        read = partial(read_tensor, self.storage, self.directory, self.manifest)
+        read = partial(read_weight, self.merged) if self.merged else read
+        blocks = [read(f"model.{part.name}", part.box) for part in stored.parts]
         return stored.join_blocks(blocks).to(DTYPES[self.element_type(stored)]).contiguous()
 
 
@@ -93,11 +103,18 @@ def open_exportable(
     chosen_family = find_family(config)
     if stacks_experts and not chosen_family.fused:
         raise ConfigError(f"--fused: {chosen_family.architecture} has one form of names; leave it out")
-    export = Exportable(storage, directory, manifest, model, chosen_family, config, dtype, stacks_experts)
-    refuse_all(_violations_of_weights(export))
+    merged = open_merged_weights(storage, directory, model) if read_base(manifest) else None
+    export = Exportable(storage, directory, manifest, model, chosen_family, config, dtype, stacks_experts, merged)
+    refuse_all([] if merged else _violations_of_weights(export))
     config["dtype"] = export.element_type(export.tensors[0])
     config.pop("torch_dtype", None)
     return export
+
+
+def open_merged_weights(storage: Storage, directory: str, model: Model) -> InitialWeights:
+    """Open the weights of `model` that a checkpoint of adapters makes of its base. Raises ConfigError."""
+    train = replace(Config().train, init=f"{storage.url}/{directory}")
+    return open_initial_weights(replace(Config(), model=model, train=train))
 
 
 def _choose_config_json(model: Model, family: str, source: ConfigJson | None, ids: ConfigJson) -> dict[str, Any]:

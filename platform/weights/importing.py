@@ -7,12 +7,13 @@ place of the trained ones.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,18 +32,21 @@ from platform.boundary.refusals import (
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
 from platform.boundary.storage import Storage, open_storage
 from platform.checkpoint import catalogue
-from platform.checkpoint.blocks import ITEMSIZE, Box, Piece
+from platform.checkpoint.blocks import ITEMSIZE, Block, Box, HeldTensor, Piece
 from platform.checkpoint.buffer import DTYPES
 from platform.checkpoint.catalogue import CarriedFiles, list_stored_pieces
 from platform.checkpoint.interchange import store_pieces
-from platform.checkpoint.manifest import Manifest, Meta, Refused
-from platform.checkpoint.moves import Fetch, build_block_fetch
-from platform.config.fields import Config, Model
+from platform.checkpoint.manifest import Manifest, Meta, Refused, check_tensors
+from platform.checkpoint.moves import Fetch, build_block_fetch, fill_blocks
+from platform.config.fields import Config, Model, hash_values
 from platform.data.tokenizer_files import has_tokenizer
+from platform.model import build_model
+from platform.model.tuning import find_adapters
 from platform.optimizer.optimizers import AVERAGE
 from platform.weights import FROM_HF, tensor_names
 from platform.weights.config_keys import QUANTISED
 from platform.weights.model_folder import CONFIG, Place, SavedModel
+from platform.weights.stored_adapters import BaseWeights, StoredAdapters, parse_stored_tune, read_base
 from platform.weights.tensor_names import HfTensor, find_family, functional_keys, list_parameters, parse_stored_model
 
 SOURCE = "source"  # value of an imported checkpoint's metadata: the config.json that it was imported from
@@ -191,17 +195,26 @@ class InitialWeights:
     """Weights at `url`: the pieces that tile every parameter (`model.NAME`), and what fetches them. `notes`: lines
     on what the model here does otherwise.
 
+    `compute_hash`: returns a hash of the weights; `base`: the weights that the adapters at `url`, if it has any, adapt.
     Where the model here has a larger vocabulary, its new rows are made of the existing ones (`_extend_vocabulary`)."""
 
     url: str
     pieces: Sequence[Piece[Any]]
     fetch: Fetch[Any]
     notes: Sequence[str]
+    compute_hash: Callable[[], str]
+    base: BaseWeights | None = None
+
+    def describe_base(self) -> BaseWeights:
+        """Return what adapters of these weights are of: them, or what adapters that are part of them are of."""
+        place = self.url if "://" in self.url else os.path.abspath(self.url)
+        return self.base or BaseWeights(place, self.compute_hash())
 
 
-def open_initial_weights(config: Config) -> InitialWeights:
-    """Open the weights that a run starts from and check that they fit its model. Raises ConfigError with a line for
-    each kind of mistake, all names in it: tensors that are missing, foreign or of another shape."""
+def open_initial_weights(config: Config, *, whole: bool = False) -> InitialWeights:
+    """Open the weights that a run starts from and check that they fit its model; `whole`: not of adapters. Raises
+    ConfigError with a line for each kind of mistake, all names in it: tensors that are missing, foreign or of another
+    shape."""
     url = config.train.init
     if url.rstrip("/").endswith(".safetensors") or CONFIG in _list_source_files(url):
         if config.train.init_averaged:
@@ -211,9 +224,10 @@ def open_initial_weights(config: Config) -> InitialWeights:
         saved_weights = open_importable(url, KEY, _limit_vocabulary(config.model, source_model))
         pieces = [piece for some in saved_weights.pieces_by_tensor for piece in some]
         notes = _describe_differences(source_model, config.model)
-        weights = InitialWeights(strip_url_secrets(url), pieces, saved_weights.saved.fetch_pieces, notes)
+        saved = saved_weights.saved
+        weights = InitialWeights(strip_url_secrets(url), pieces, saved.fetch_pieces, notes, saved.compute_hash)
         return _extend_vocabulary(weights, config.model, source_model)
-    return _open_checkpoint_weights(url, config.model, config.train.init_averaged)
+    return _open_checkpoint_weights(config, whole)
 
 
 def _list_source_files(url: str) -> dict[str, int]:
@@ -228,13 +242,19 @@ def _list_source_files(url: str) -> dict[str, int]:
     raise ConfigError(KEY, strip_url_secrets(url), why)
 
 
-def _open_checkpoint_weights(url: str, model: Model, averaged: bool) -> InitialWeights:
-    """Open the initial weights of a run, or the averages of them (`averaged`), from the checkpoint that a URL names, or
-    the newest good one in the storage. Raises ConfigError unless they fit `model`."""
+def _open_checkpoint_weights(config: Config, whole: bool) -> InitialWeights:
+    """Open the initial weights of a run, or the averages of them, from the checkpoint that train.init names, or the
+    newest good one in the storage; `whole`: not of adapters. Raises ConfigError unless they fit the run's model."""
+    url, model, averaged = config.train.init, config.model, config.train.init_averaged
     with refuse_failures(KEY, strip_url_secrets(url), Refused, OSError):
         lack = f"holds neither a checkpoint nor a {CONFIG}"
         storage, name, manifest = catalogue.select_checkpoint(url, KEY, none_reason=lack)
         manifest = swap_in_averages(manifest) if averaged else manifest
+        base = read_base(manifest)
+    if base and whole:
+        raise ConfigError(KEY, strip_url_secrets(url), "holds adapters, and adapters are of whole weights")
+    if base:
+        return _open_adapted_weights(config, base, storage, name, manifest)
     source, notes = model, []
     with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
         source = parse_stored_model(manifest.meta.identity)
@@ -252,14 +272,66 @@ def _open_checkpoint_weights(url: str, model: Model, averaged: bool) -> InitialW
     refuse_all(format_violation(KEY, strip_url_secrets(url), f"{fault}{differences}") for fault in faults)
     pieces = list_stored_pieces(manifest, [f"model.{n}" for n in shapes])
     checkpoint_url = strip_url_secrets(f"{storage.url}/{name}")
-    weights = InitialWeights(checkpoint_url, pieces, build_block_fetch(storage, name), notes)
+    hashes = [(p.name, p.dtype, str(p.box), p.source.sha256) for p in pieces]
+    fetch, compute_hash = build_block_fetch(storage, name), partial(hash_values, sorted(hashes))
+    weights = InitialWeights(checkpoint_url, pieces, fetch, notes, compute_hash)
     return _extend_vocabulary(weights, model, source)
+
+
+def _open_adapted_weights(
+    config: Config, base: BaseWeights, storage: Storage, directory: str, manifest: Manifest
+) -> InitialWeights:
+    """Open the weights that a checkpoint of adapters makes of its `base`; for a run that trains such adapters, the base
+    and the adapters beside it. Raises ConfigError, also for a base that is not there or is another one."""
+    url = strip_url_secrets(f"{storage.url}/{directory}")
+    of_base = replace(config, train=replace(config.train, init=base.url, init_averaged=False))
+    with rephrase_refusals(lambda line: f"{KEY}={url}: its base: {line}"):
+        weights = open_initial_weights(of_base, whole=True)
+    check_base(weights, base, url)
+    with refuse_failures(KEY, url, Refused, OSError):
+        tune = parse_stored_tune(manifest.meta.identity)
+        stored = StoredAdapters(storage, directory, manifest, config.model, tune)
+        check_tensors(manifest, stored.shapes)
+    if config.tune.kind == "none":
+        return replace(weights, url=url, fetch=stored.merge_products(weights.fetch), base=base)
+    if differs := stored.describe_difference(find_adapters(config.model, config.tune, build_model(config.model))):
+        raise ConfigError(KEY, url, f"holds other adapters: {differs}")
+    of_adapters, fetch_block = list_stored_pieces(manifest, stored.shapes), build_block_fetch(storage, directory)
+
+    def fetch(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
+        """Read wanted pieces of the base's weights, and of its adapters."""
+        for is_adapter, read in ((False, weights.fetch), (True, fetch_block)):
+            pairs = [(p, m) for p, m in zip(wanted, into, strict=True) if (p.name in stored.shapes) == is_adapter]
+            read([p for p, _ in pairs], [m for _, m in pairs])
+
+    return replace(weights, url=url, pieces=[*weights.pieces, *of_adapters], fetch=fetch, base=base)
+
+
+def check_base(weights: InitialWeights, base: BaseWeights, url: str) -> None:
+    """Raise ConfigError unless `weights` are the `base` of the adapters at `url`."""
+    with refuse_failures(KEY, weights.url, Refused, OSError):
+        found = weights.describe_base()
+    if found.hash != base.hash:
+        reason = f"the adapters of {url} are of other weights (hash {base.hash}, here {found.hash})"
+        raise ConfigError(KEY, weights.url, reason, [f"{KEY}={base.url}"])
 
 
 def _list_some_names(names: Sequence[str]) -> str:
     """Return the first names of imported weights, of which there may be thousands, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
+
+
+def read_weight(weights: InitialWeights, name: str, box: Box | None = None) -> Tensor:
+    """Read the weight `name` (`model.NAME`), or its block `box`, in its stored type. Raises Refused or OSError."""
+    pieces = [p for p in weights.pieces if p.name == name]
+    ends = [[o + n for o, n in zip(p.box.offset, p.box.extent, strict=True)] for p in pieces]
+    box = box or Box.whole_tensor([max(of_dim) for of_dim in zip(*ends, strict=True)])
+    pieces = [p for p in pieces if p.box.intersect_box(box)]
+    tensor = torch.empty(box.extent, dtype=DTYPES[pieces[0].dtype])
+    held = HeldTensor(name, pieces[0].dtype, box.extent, {box: (0,)})
+    fill_blocks(pieces, weights.fetch, [held], [Block(name, box, tensor)])
+    return tensor
 
 
 class _AddedRows(NamedTuple):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from platform.checkpoint.blocks import Box, HeldTensor, Piece, list_written_part
 from platform.checkpoint.catalogue import read_carried_files
 from platform.checkpoint.interchange import ForeignTensor, read_header, split_file_url
 from platform.checkpoint.manifest import Manifest, Name, Refused
-from platform.config.fields import Data, Model
+from platform.config.fields import Data, Model, hash_values
 from platform.data.chat_templates import ConfinedTokenizer
 from platform.data.tokenizer import OWN, Vocabulary, build_vocabulary
 from platform.data.tokenizer_files import CONFIG as BESIDE_CONFIG
@@ -58,6 +59,9 @@ class Place(NamedTuple):
     first: int = 0
     last: int = 0
     step: int = 1
+
+
+SAMPLES, SAMPLE = 5, 1024  # places in a tensor, and the bytes at each, that a hash of saved weights is of
 
 
 class SavedModel:
@@ -196,6 +200,22 @@ class SavedModel:
         if (tensor := self._computed.get(file)) is None:
             return self._folder.read(file, start, end)
         return compute_bytes(tensor, start, end, self._folder.read).numpy().data
+
+    def compute_hash(self) -> str:
+        """Return a hash of all tensors, of each at SAMPLES places: all bytes would take minutes to read."""
+        described = sorted((name, file, t) for name, (file, t) in self.tensors.items())
+        with ThreadPoolExecutor(THREADS, "weights-hash") as pool:
+            hashes = pool.map(lambda entry: self._hash_samples(*entry[1:]), described)
+            return hash_values(
+                [[name, str(t.dtype), *t.shape, h] for (name, _, t), h in zip(described, hashes, strict=True)]
+            )
+
+    def _hash_samples(self, file: str, tensor: Any) -> str:
+        """Return a hash of the bytes at SAMPLES places of one tensor in a file."""
+        begin, end = tensor.data_offsets
+        last = max(begin, end - SAMPLE)
+        places = sorted({begin + (last - begin) * i // (SAMPLES - 1) for i in range(SAMPLES)})
+        return sha256(b"".join(bytes(self._folder.read(file, a, min(end, a + SAMPLE))) for a in places)).hexdigest()
 
     def has_equal_tensors(self, one: str, other: str) -> bool:
         """Return True if two tensors of the saved model, by their names in its files, are equal in every bit."""

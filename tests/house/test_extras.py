@@ -20,7 +20,13 @@ from tests.house.rooms import PACKAGE, ROOT
 from tests.house.test_contracts import MODULE_OF, PROJECT, imported
 
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-NO_FEATURE = {"dev", "dashboards", "gpu-rules", "kubernetes"}  # of tests, of a script, and of the nodes of a cluster
+NO_FEATURE = {
+    "dev",
+    "dashboards",
+    "gpu-rules",
+    "kubernetes",
+    "peft",
+}  # of tests, of a script, and of the nodes of a cluster
 HARNESS = PACKAGE / "cluster" / "harness_tasks.py"  # is imported where lm-eval is there
 
 

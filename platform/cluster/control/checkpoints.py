@@ -89,11 +89,12 @@ class Checkpoints:
         journal: Journal,
         say: Say,
         files: CarriedFiles | None = None,
+        more_values: Mapping[str, Any] | None = None,
     ):
         """Prepare to save and restore a run's checkpoints, and take the lease of their storage if the run saves any.
         `selection`: the checkpoint to resume from, None to start over; `say`: prints a line for the user; `files`: name
-        -> contents of the files that every checkpoint carries."""
-        self._files = files or {}
+        -> contents of the files that every checkpoint carries; `more_values`: further entries of its metadata."""
+        self._files, self._more_values = files or {}, more_values or {}
         self._config, self.plan, self._origin, self._journal, self._say = config, plan, selection, journal, say
         self._storage = open_storage(find_checkpoint_url(config))
         c, owner = config.checkpoint, f"process {os.getpid()} on {socket.gethostname()}"
@@ -338,7 +339,7 @@ class Checkpoints:
             identity=run_identity(self._config),
             configuration=hash_values(redact_secrets(self._config.to_dict())),
             plan={"mesh": self.plan.mesh.axes, "scheme": self.plan.scheme.name, "digest": plan_digest(self.plan)},
-            values=values,
+            values={**values, **self._more_values},
             versions=list_versions(),
         )
 

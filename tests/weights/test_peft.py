@@ -1,0 +1,98 @@
+"""Adapters in PEFT's format, both ways, against PEFT itself: `pip install .[peft]`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from platform.boundary.refusals import ConfigError
+from platform.checkpoint import catalogue
+from platform.weights.__main__ import main
+from platform.weights.peft_format import CONFIG, import_adapters
+from tests.weights.test_adapters import run
+from tests.weights.written import tensors_of, written
+
+peft = pytest.importorskip("peft", reason="the oracle: pip install .[peft]")
+transformers = pytest.importorskip("transformers", reason="the oracle: pip install .[peft]")
+IDS = torch.arange(1, 11)[None]
+
+
+def saved_base(folder: Path, tied: bool = False) -> Path:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 12}
+    config = transformers.LlamaConfig(**sizes, **more, tie_word_embeddings=tied)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def load(folder: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_peft_loads_ours(tmp_path):
+    base = saved_base(tmp_path / "base")
+    one = "tensor=serial", "parallel.data=1", "cluster=inline", "train.steps=3", "optimizer.warmup_steps=1"
+    done = run(base, tmp_path / "run", *one)
+    assert done.returncode == 0, done.stderr
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "ours"), "--adapters"]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    adapted = logits(peft.PeftModel.from_pretrained(load(base), tmp_path / "ours"))
+    assert (adapted - logits(load(base))).abs().max() > 1e-2
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), adapted, rtol=0, atol=1e-5)
+
+
+def save_theirs(base: Path, folder: Path, **more) -> torch.Tensor:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(load(base), peft.LoraConfig(task_type="CAUSAL_LM", **more))
+    for name, p in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(p, std=0.2)
+    model.save_pretrained(folder)
+    return logits(model)
+
+
+def test_ours_goes_on_with_theirs(tmp_path, capsys):
+    base, targets = saved_base(tmp_path / "base"), ["q_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"]
+    adapted = save_theirs(base, tmp_path / "theirs", r=3, lora_alpha=7, use_rslora=True, target_modules=targets)
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "imported")]) == 0
+    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "merged")]) == 0
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), adapted, rtol=0, atol=1e-5)
+    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--adapters"]) == 0
+    again = logits(peft.PeftModel.from_pretrained(load(base), tmp_path / "back"))
+    torch.testing.assert_close(again, adapted, rtol=0, atol=1e-5)
+    more = f"train.init={tmp_path / 'imported'} tune.rslora=true tune.alpha=7 train.steps=2".split()
+    more += ["tune.targets=[query,value,down,embedding,head]", "tensor=serial", "parallel.data=1", "cluster=inline"]
+    done = run(base, tmp_path / "run", *more, "optimizer.lr=0", "optimizer.warmup_steps=0", "optimizer.weight_decay=0")
+    assert done.returncode == 0, done.stderr
+    for storage, name, manifest in [catalogue.select_checkpoint(str(tmp_path / "run" / "checkpoints"))]:
+        catalogue.verify_checkpoint(storage, name)
+        assert manifest.meta.values["base"]["url"] == str(base)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "same")]) == 0
+    torch.testing.assert_close(logits(load(tmp_path / "same")), adapted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("key, value", [("use_dora", True), ("bias", "all"), ("rank_pattern", {"q_proj": 2})])
+def test_what_ours_do_not_express_is_refused(tmp_path, key, value):
+    base = saved_base(tmp_path / "base")
+    save_theirs(base, tmp_path / "theirs", r=2, target_modules=["q_proj"])
+    values = json.loads((tmp_path / "theirs" / CONFIG).read_text())
+    (tmp_path / "theirs" / CONFIG).write_text(json.dumps(values | {key: value}))
+    with pytest.raises(ConfigError, match=key):
+        import_adapters(str(tmp_path / "theirs"), "", catalogue.open_storage(str(tmp_path / "storage")))
+
+
+def test_of_another_model_is_refused(tmp_path):
+    base = saved_base(tmp_path / "base")
+    save_theirs(base, tmp_path / "theirs", r=2, target_modules=["q_proj"])
+    small = written(tmp_path / "gpt2", "gpt2", tensors_of("gpt2"))
+    with pytest.raises(ConfigError, match="is no part of an adapter of"):
+        import_adapters(str(tmp_path / "theirs"), str(small), catalogue.open_storage(str(tmp_path / "storage")))
