@@ -24,7 +24,7 @@ from platform.launch import compose_config
 from platform.optimizer.optimizers import count_states_per_element
 from platform.plan.accelerators import nominal_memory
 from platform.plan.plan import Plan
-from platform.predict.footprint import state_bytes, weight_bytes
+from platform.predict.footprint import checkpoint_bytes, weight_bytes
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_host_bytes, predict_peak_bytes
 from platform.predict.remedies import Device, violation_of_host_memory, violation_of_memory
@@ -87,7 +87,7 @@ def compute_job_size(config: Config, plan: Plan, options: JobOptions) -> JobSize
     enough = nodes if config.cluster.check else _ceil_divide(nodes, 2)
     least = _ceil_divide(config.elastic.min_workers, workers) or enough
     worker_state = _worker_state_bytes(config, plan)
-    state = plan.parameter_count * plan.itemsize["master"] + state_bytes(plan, count_states_per_element(config))
+    state = checkpoint_bytes(plan, count_states_per_element(config))
     copies = _COPIES if config.elastic.snapshot_every else 0
     worker_bytes = _PROCESS[device] + (copies + _SAVED) * worker_state
     worker_bytes += predict_peak_bytes(config, plan) if device == "cpu" else predict_host_bytes(config, plan)

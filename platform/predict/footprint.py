@@ -110,6 +110,16 @@ def state_bytes(plan: Plan, moments: int) -> int:
     return numbers * plan.itemsize["master"] - plan.count_saved_state_bytes(sizes)
 
 
+def checkpoint_bytes(plan: Plan, moments: int) -> int:
+    """Return the bytes of a checkpoint: master copies, states without gradient, and the optimizer's state, each once;
+    of frozen weights the compute copies, and nothing of those that adapters are of."""
+    sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters}
+    frozen = sum(sizes[name] for name in plan.frozen)
+    trained = sum(sizes.values()) - frozen + sum(prod(plan.global_shape(p)) for p in plan.states)
+    kept = 0 if plan.adapters else frozen * plan.itemsize["compute"]
+    return trained * plan.itemsize["master"] + kept + state_bytes(plan, moments)
+
+
 @dataclass(frozen=True)
 class SavedElements:
     """Elements that autograd saves per worker and microbatch, in distinct tensors: `activations`, and copies of
@@ -337,7 +347,7 @@ class _MemoryWalk:
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
-        self.buckets = [b for b in plan.buckets if is_at_index_zero(b.only, at)]
+        self.buckets = [b for b in plan.buckets if is_at_index_zero(b.only, at) and not b.frozen]
         self.sums: dict[int, int] = {}  # number of a bucket -> bytes of its gradients, being summed
         self.parts: set[int] = set()  # numbers of the buckets with a shard of reduced sums
         self.held: dict[tuple[str, int, int], int] = {}

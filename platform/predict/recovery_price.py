@@ -23,7 +23,7 @@ from platform.plan.accelerators import dense_bf16_peak
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_seconds
 from platform.plan.step_collectives import count_communicators, matrix_sides
-from platform.predict.footprint import state_bytes
+from platform.predict.footprint import checkpoint_bytes
 from platform.predict.hardware import Hardware, StorageRates
 from platform.predict.memory_budget import device_kind
 from platform.predict.price import bytes_seconds
@@ -151,10 +151,11 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
 def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPrice:
     """Predict what a checkpoint costs a run under `plan`, from the facts that are `known`."""
     mean = config.elastic.mean_hours_between_failures or WORKER_HOURS / plan.mesh.world_size
-    state = count_state_bytes(config, plan)
+    moments = count_states_per_element(config)
+    state = checkpoint_bytes(plan, moments)
     share = state / plan.mesh.world_size
     parts = (plan.stage_part(stage) for stage in range(plan.num_stages))
-    largest = max(count_state_bytes(config, part) for part in parts) * plan.num_stages / plan.mesh.world_size
+    largest = max(checkpoint_bytes(part, moments) for part in parts) * plan.num_stages / plan.mesh.world_size
     storage = known.hardware.storage if known.hardware else StorageRates(inf, inf)
     return CheckpointPrice(
         bytes=state,
@@ -164,12 +165,6 @@ def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPric
         reading=state / storage.read,
         mean=mean * HOUR,
     )
-
-
-def count_state_bytes(config: Config, plan: Plan) -> int:
-    """Predict the bytes of a checkpoint: masters, states without gradient, and the optimizer's state, each once."""
-    elements = sum(prod(plan.global_shape(p)) for p in (*plan.parameters, *plan.states))
-    return elements * plan.itemsize["master"] + state_bytes(plan, count_states_per_element(config))
 
 
 def _copy_seconds(count: float, known: Known) -> float:
@@ -190,7 +185,7 @@ def count_bytes_leaving_node(config: Config, plan: Plan, per_node: int) -> int:
     for held in (*list_held_tensors(plan, "model", "float32"), *list_held_states(plan, "float32")):
         name = held.name.removeprefix("model.")
         less = name in plan.matrices or name in plan.factored
-        numbers = 1 + state_numbers - less if name in trained else 1
+        numbers = 1 + state_numbers - less if name in trained else int(not plan.adapters)
         nodes_by_box = {box: {rank // per_node for rank in ranks} for box, ranks in held.holders.items()}
         parts = [(box.num_elements * numbers, nodes) for box, nodes in nodes_by_box.items()]
         parts += [(rows[name], set().union(*(nodes for _, nodes in parts)))] if name in rows else []

@@ -153,8 +153,8 @@ class RankTrainingState:
             trained = weights.trainable_masters.items()
             kinds: dict[str, Mapping[str, Tensor]] = {"model": dict(trained) if plan.adapters else weights.master}
             if halves := weights.master_halves:
-                kinds = {k: {n: pair[i] for n, pair in halves.items()} for i, k in enumerate(("model", LOW))}
-            kinds: dict[str, Mapping[str, Tensor]] = {"model": dict(trained) if plan.adapters else weights.master}
+                high, low = ({n: pair[i] for n, pair in halves.items()} for i in (0, 1))
+                kinds = {"model": {**kinds["model"], **high}, LOW: low}
             for kind in self.moments:
                 kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
             coordinates = self._communicator.coordinates

@@ -14,6 +14,7 @@ from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
 from tests.harness.held import check_held, check_stages
 from tests.harness.oracle import MODELS, configure, prove, trainer_of
+from tests.harness.planned_memory import predict_training
 from tests.runtime.test_memory import measured
 
 FROZEN = ["embedding*", "*mlp.*", "layers.0.attention.*"]
@@ -70,6 +71,16 @@ def test_there_is_one_copy_in_the_compute_type(zero):
     assert found["optimizer"] == 8 * masters and found["gradients"] <= 4 * sum(b.elements for b in trained)
     apart = sum(b.shard_elements if zero == 3 else b.elements for b in trained)
     assert found["parameters"] == 4 * masters + 2 * apart + 2 * frozen // (2 if zero == 3 else 1)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_forecast_has_gradients_of_trained_ones_alone(zero):
+    c = freeze(configure(precision="bf16", data=2, zero=zero, tied=False), ["embedding", "layers.*", "norm.*"])
+    plan = make_plan(c)
+    trained = sum(b.elements for b in plan.buckets if not b.frozen)
+    c.train.freeze, (most,) = [], predict_training(c, plan)
+    assert most.gradients <= 4 * trained
+    assert most.total_bytes < 0.6 * predict_training(c, make_plan(c))[0].total_bytes
 
 
 def test_a_rank_holds_what_is_planned():
