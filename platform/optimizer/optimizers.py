@@ -435,6 +435,9 @@ def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
     if o.masters != "fp32" and config.precision != "bf16":
         constraint = f"precision={config.precision} has no bf16 weights, of which they were the other half"
         yield format_violation("optimizer.masters", o.masters, constraint, ["fp32", "precision=bf16"])
+    if o.masters != "fp32" and plan.frozen:
+        constraint = "not built yet beside frozen weights (train.freeze, tune), which have no master copies"
+        yield format_violation("optimizer.masters", o.masters, constraint, ["fp32"])
     if o.masters != "fp32" and not kind.stores:
         yield format_violation("optimizer.masters", o.masters, f"{o.kind} reads whole master copies", ["fp32", *others])
     if o.moments != "fp32" and not (kind.stores and _count_moments(o)):

@@ -8,7 +8,7 @@ it does again.
 from __future__ import annotations
 
 from collections import Counter
-from math import ceil, inf, prod, sqrt
+from math import ceil, inf, sqrt
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
