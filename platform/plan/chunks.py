@@ -340,8 +340,8 @@ def build_buckets(
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `max_elements`
     elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
     `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards;
-    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names of
-    those that lie apart from others, as in Bucket.
+    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names
+    of parameters that lie apart from others, as in Bucket.
     """
     buckets: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen) -> parameters of the bucket being filled

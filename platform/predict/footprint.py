@@ -111,8 +111,8 @@ def state_bytes(plan: Plan, moments: int) -> int:
 
 
 def checkpoint_bytes(plan: Plan, moments: int) -> int:
-    """Return the bytes of a checkpoint: master copies, states without gradient, and the optimizer's state, each once;
-    of frozen weights the compute copies, and nothing of those that adapters are of."""
+    """Return the bytes of a checkpoint: master copies, states without gradient, and the optimizer's state, each once. A
+    frozen weight is saved as its compute copy, and adapters' base not at all."""
     sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters}
     frozen = sum(sizes[name] for name in plan.frozen)
     trained = sum(sizes.values()) - frozen + sum(prod(plan.global_shape(p)) for p in plan.states)

@@ -10,7 +10,7 @@ import torch
 from platform.jobs.job_options import JobOptions
 from platform.jobs.planned_run import compute_job_size
 from platform.launch import compose_config
-from platform.plan.accelerators import CONTEXT, GROUP, LINE, ROUNDING
+from platform.predict.footprint import CONTEXT, GROUP, LINE, ROUNDING
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import MemoryForecast, predict_footprints
 from platform.predict.remedies import Device, violation_of_memory
