@@ -174,8 +174,7 @@ def _flow_specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
 def _record_part(
     model: RecordableModel, flow: dict[str, Symbol], part: Sequence[str], ops: Recorder
 ) -> tuple[Recorder, dict[str, Symbol]]:
-    """Record by `ops` the forward pass of the units `part` of a model on the activations `flow`; return recorder and
-    results."""
+    """Record by `ops` the units `part` of a model on the activations `flow`; return recorder and results."""
     recorded, key = find_recordings(model, ops), (tuple(part), _flow_specs(flow))
     if key not in recorded:
         inputs, received = {name: name for name in model.inputs}, {n: replace(x, made_by="") for n, x in flow.items()}

@@ -7,6 +7,6 @@ of a worker, traffic by tier of the cluster, and the prices of snapshots, checkp
 of a plan shows all of it, and tables of measured runs are compared with it.
 
 Its files in reading order: hardware, work, price, calibration, meter, footprint, memory_budget, choose_schedule,
-legal_hints, make_plan, replan, step_price, recovery_price, contenders, estimate, search, remedies, plan_report,
-plan_screen, tier_traffic, measured_runs, sweep_prices, layout_search.
+legal_hints, make_plan, replan, step_price, recovery_price, contenders, sketch, estimate, search, remedies,
+plan_report, plan_screen, tier_traffic, measured_runs, sweep_prices, layout_search.
 """

@@ -2,302 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
-from math import log2, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.model import build_model
-from platform.plan.chunks import axes_of_replication, find_recordings
-from platform.plan.layout import Mesh, pad_to_multiple
-from platform.plan.model_types import Operation, Parameter, Recompute, Spec
-from platform.plan.operation_plan import Collective, PlannedOperation
-from platform.plan.operations.recorder import Recorder, Symbol
-from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import ITEMSIZE
-from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
-from platform.plan.planner import Planner
-from platform.plan.rule import partial_axes
 from platform.plan.schedule import place_layers
-from platform.plan.scheme import CONTEXT, REPLICAS, Scheme
+from platform.plan.scheme import CONTEXT, REPLICAS
 from platform.predict import price
 from platform.predict.contenders import Contender
 from platform.predict.footprint import ROUNDING, overhead_bytes
 from platform.predict.hardware import Hardware
-from platform.predict.price import (
-    bytes_seconds,
-    group_seconds,
-    hidden_or_summed_seconds,
-    host_seconds,
-    message_seconds,
-    update_bytes,
-)
-from platform.predict.work import (
-    CALLS_OF_BLOCK,
-    CALLS_OF_KERNEL,
-    FUSED_BACKWARD,
-    SUMMED,
-    MatrixProduct,
-    accesses_to_rebuild,
-    attention_flops,
-    even_sent_share,
-    even_share_of_planned_rows,
-    even_share_of_planned_rows_of_spec,
-    list_group_products,
-)
+from platform.predict.price import bytes_seconds, hidden_or_summed_seconds
+from platform.predict.sketch import SIDES, Columns, Sketch
+from platform.predict.work import CALLS_OF_BLOCK, CALLS_OF_KERNEL, FUSED_BACKWARD, SUMMED, MatrixProduct
 
-# Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
-#
-# An operation is planned on a mesh whose axes all have two ranks, and once more with each of them doubled: a number
-# that halves with an axis has the exponent -1 in its size. So the communication rule itself says how its collectives
-# grow, and thousands of meshes are judged at once. Sizes that axes do not divide are judged by `splits`, as a plan
-# does.
-
-Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
 FEW = 4  # layers of a model from whose last one the bytes of deeper ones follow
-SEQUENCES = "microbatch"  # variable beside the sizes of axes
-SIDES = "rows", "columns", "inner", "batch"  # of a product
 TIMED = SIDES[0], "fused", "summed", "touched", "rebuilt", "collective", "ahead"  # numbers that take time
-BASE = 64  # sequences of a microbatch on a replica while numbers are found
-
-
-class Quantity(NamedTuple):
-    """Meaning of a number of an operation: the SIDES of a product and how many such `products` there are; `fused` FLOPs
-    of attention; elements of weights whose gradients are `summed` over microbatches; elements that are `touched` so
-    often in the forward and the backward pass (`times`), or there to be `rebuilt`, `kept` for the latter, of the
-    `stream` between blocks, of a `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
-    if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
-    recompute=selective; `again`: done again with recompute=full."""
-
-    what: str
-    axes: tuple[str, ...] = ()
-    op: str = ""
-    phase: str = ""
-    times: tuple[float, float] = (0.0, 0.0)
-    inside: bool = False
-    again: bool = True
-
-
-@dataclass(frozen=True)
-class Monomials:
-    """Numbers of a model under a scheme: `kinds`, the values at two ranks along each axis, their `exponents` by
-    variable, and how often each is in the model (`whole`), and in a layer of it on average (`layer`)."""
-
-    kinds: tuple[Quantity, ...]
-    variables: tuple[str, ...]
-    values: NDArray[np.float64]
-    exponents: NDArray[np.float64]
-    whole: NDArray[np.float64]
-    layer: NDArray[np.float64]
-
-    def evaluate_columns(self, columns: Columns) -> NDArray[np.float64]:
-        """Return every number for every contender, [numbers, contenders]."""
-        base = {SEQUENCES: BASE}
-        logs = np.stack([np.log2(columns[v] / base.get(v, 2)) for v in self.variables])
-        return self.values[:, None] * np.exp2(self.exponents @ logs)
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """Model under a scheme: its numbers, and what axes must divide: `splits`, pairs of a size and axes, and the axes of
-    a replica's batch; and whether a compiler can trace its blocks."""
-
-    numbers: Monomials
-    splits: tuple[tuple[int, tuple[str, ...]], ...]
-    batch: tuple[tuple[str, ...], ...]
-    is_traceable: bool
-
-    def mask_legal(self, columns: Columns) -> NDArray[np.bool_]:
-        """Return which contenders' axes divide what they split, but for the batch of a replica."""
-        ones = np.ones_like(columns["stage"])
-        mask = ones > 0
-        for size, axes in self.splits:
-            mask &= size % prod((columns[a] for a in axes), start=ones) == 0
-        return mask
-
-    def mask_batch(self, columns: Columns) -> NDArray[np.bool_]:
-        """Return which contenders' axes divide the batch of a replica."""
-        ones = np.ones_like(columns[SEQUENCES])
-        mask = ones > 0
-        for axes in self.batch:
-            mask &= columns[SEQUENCES] % prod((columns[a] for a in axes), start=ones) == 0
-        return mask
-
-
-class _SketchRecorder(Recorder):
-    """Recorder that takes note of functions element by element too, of which nothing is planned, as operations, and of
-    what recompute=full leaves out."""
-
-    @cached_property
-    def counted(self) -> Counter[Operation]:
-        """Return the operations, equal ones counted together under one of them."""
-        first: dict[tuple, Operation] = {}
-        return Counter(first.setdefault(o.nameless_key, o) for o in self.operations)
-
-    def recomputed(self, kind, name, function, spec, x, *more):
-        """Record a function of activations; the last product of a block is marked if no gradient needs its result."""
-        begun = len(self.operations)
-        out = super().recomputed(kind, name, function, spec, x, *more)
-        if kind == "full":
-            self._mark_unneeded_product(begun)
-        return out
-
-    def pointwise(self, function: str, *x: Symbol) -> Symbol:
-        """Take note of a pointwise function of activations."""
-        if function != "identity":
-            inputs = tuple(a.spec for a in x)
-            self.operations.append(Operation("pointwise", function, inputs, inputs[:1], recomputed=self._recomputing))
-        return super().pointwise(function, *x)
-
-    def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
-        """Take note of a residual connection."""
-        self.operations.append(Operation("residual", name, (spec,), (spec,)))
-        return x
-
-
-def count_operations(config: Any, layers: int, scheme: Scheme) -> Counter[Operation]:
-    """Return the operations of a model with so many layers, equal ones counted together under one of them."""
-    model = build_model(replace(config, layers=layers))
-    sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": BASE}
-    recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout, sizes=sizes)
-    recorded: dict[tuple, Any] = find_recordings(model, recorder)
-    if _SketchRecorder not in recorded:
-        model.forward(recorder, {name: name for name in model.inputs})
-        recorded[_SketchRecorder] = recorder.counted  # type: ignore[index]
-    return recorded[_SketchRecorder]  # type: ignore[index]
-
-
-def sketch_model(
-    config: Any, scheme: Scheme, axes: Sequence[str], alike: Mapping[int, int] | None = None
-) -> Sketch | None:
-    """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
-    ranks; None if no plan of it is legal. `config`: the group model of a configuration; `alike`: how many of the layers
-    behind the first one are as the layer of a number, by default all as the second."""
-    alike = {number: n for number, n in (alike or {1: config.layers - 1}).items() if n}
-    of_first, deeper = count_operations(config, 1, scheme), Counter[tuple]()
-    operations = count_operations(config, max(alike, default=0) + 1, scheme)
-    for number, n in alike.items():
-        for layers, sign in ((number + 1, n), (number, -n)):
-            for o, count in count_operations(config, layers, scheme).items():
-                deeper[o.nameless_key] += sign * count
-    first = {o.nameless_key: n for o, n in of_first.items()}
-    variables = (*axes, SEQUENCES)
-    plannable = [o for o in operations if OPERATIONS[o.kind] not in (Ops.pointwise, Ops.residual)]
-    kinds, values, exponents, whole, layer = [], [], [], [], []
-    try:
-        probes = (_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables))
-        planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
-        for o in operations:
-            more_layers = deeper[o.nameless_key]
-            quantities = [list(_iterate_quantities(*pair, o)) for pair in planners]
-            for i, (kind, value) in enumerate(quantities[0]):
-                grown = [more[i][1] if len(more) == len(quantities[0]) else value for more in quantities[1:]]
-                kinds.append(kind._replace(inside=o.recomputed))
-                values.append(value)
-                exponents.append([round(log2(g / value)) if g and value else 0 for g in grown])
-                whole.append(first.get(o.nameless_key, 0) + more_layers)
-                layer.append(more_layers / max(1, config.layers - 1))
-    except ValueError:
-        return None
-    planner = planners[0][0]
-    splits, batch = _find_divided_sizes(planner, operations)
-    if any(planner.layout(t).find_conflict() for o in operations for t in (*o.inputs, *o.outputs)):
-        return None
-    arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, whole, layer)]
-    is_traceable = all(
-        OPERATIONS[o.kind].is_traceable and not (o.reads and OPERATIONS[o.kind].keys_input >= 0) for o in operations
-    )
-    return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch, is_traceable)
-
-
-def _build_probe_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
-    """Return the planner of a model on a mesh of two ranks along each axis, four along the axis `grown`, or with twice
-    the sequences if `grown` is these."""
-    mesh = Mesh.arrange_axes({"stage": 1, **{a: 4 if a == grown else 2 for a in axes}})
-    batch = BASE * (2 if grown == SEQUENCES else 1) * prod(mesh.axes[a] for a in axes if a in REPLICAS)
-    model = build_model(replace(config, layers=1))
-    model_sizes = dict(model.sizes)
-    sizes = {"memory_length": model_sizes["length"], **model_sizes, "batch": batch}
-    if "vocab" in sizes:
-        sizes["vocab"] = pad_to_multiple(sizes["vocab"], ALIGNED)
-    return Planner(mesh, scheme, sizes, {})
-
-
-def _iterate_quantities(
-    planner: Planner, planned_operations: PlannedOperations, o: Operation
-) -> Iterator[tuple[Quantity, float]]:
-    """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh. Of experts' rows an
-    even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
-    output = o.outputs[0] if o.outputs else None
-    room = float(prod(planner.local_shape(output))) if output else 0.0
-    size = room * even_share_of_planned_rows_of_spec(planner, output) if output else 0.0
-    op, mesh = OPERATIONS[o.kind], planner.mesh
-    if op in (Ops.pointwise, Ops.residual):
-        accesses = op.memory_accesses if op is Ops.residual else Ops.pointwise.accesses_by_inputs[len(o.inputs)]
-        yield Quantity("touched", times=accesses), size
-        yield Quantity("kept"), room
-        if op is Ops.residual:
-            yield Quantity("stream", axes_of_replication(planner.layout(output), mesh)), size
-        return
-    planned = planned_operations[o.kind, o.name]
-    if planned.groups:
-        products = Counter(p for group in planned.groups for p in list_group_products(planner, o, group))
-        for product, count in products.items():
-            sides = zip(SIDES, product[: len(SIDES)], strict=True)
-            yield from ((Quantity(side, again=not planned.once), size) for side, size in sides)
-            yield Quantity("products", again=not planned.once), count
-        for group in (g for g in planned.groups if planned.rebuilds_input(g)):
-            rebuilt = prod(group.x.before) * even_share_of_planned_rows(planner, o)
-            yield Quantity("rebuilt", times=(0, accesses_to_rebuild(o))), rebuilt
-        weights = (e for g in planned.groups for e in g.einsums if isinstance(o.inputs[1 + e.index], Parameter))
-        yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
-    else:
-        if op.chooses_kernel:
-            yield Quantity("fused"), attention_flops(planner, o)
-        yield Quantity("touched", times=op.accesses_of_both_passes(o, planned_operations)), size
-    if any(p.role == "in" for p in o.parameters) or not planned.groups and not op.keeps_nothing:
-        yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)
-    for p in o.parameters:
-        axes = mesh.order_axes(partial_axes(planner.layout(p), planned.compute_axes))
-        yield Quantity("parameter", axes), prod(planner.local_shape(p))
-    ahead, results = Counter(_weight_collectives(planner, planned)), Counter(planned.results if planned.once else ())
-    for c in planned.collectives:
-        ahead[c] -= (goes := ahead[c] > 0)
-        results[c] -= (is_left_out := results[c] > 0)
-        if c.dtype != "compute" or c.op == "rotate":
-            continue
-        elements = c.elements * even_sent_share(planner, o, c)
-        kind = Quantity("ahead" if goes else "collective", mesh.order_axes(c.axes), c.op, c.phase)
-        yield kind._replace(again=not is_left_out), elements
-        if c.op == "all_gather":
-            is_kept = c.phase == "forward" and planner.scheme.gathered == "keep"
-            if is_kept or not goes:
-                yield Quantity("kept" if is_kept else "pending"), c.elements * mesh.count_ranks(c.axes)
-
-
-def _weight_collectives(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:
-    """Yield the collectives of a planned operation's weights, which go on beside the products before."""
-    for e in (e for group in planned.groups for e in group.einsums):
-        if isinstance(planned.operation.inputs[1 + e.index], Parameter):
-            yield from planner.collectives_of_conversion(e.operand, e.regathered)
-
-
-def _find_divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:
-    """Return the pairs of a size and the axes that must divide it, and the axes of a replica's batch, of operations."""
-    splits, batch = dict[tuple[int, tuple[str, ...]], None](), dict[tuple[str, ...], None]()
-    for t in (t for o in operations for t in (*o.inputs, *o.outputs)):
-        sizes = planner.tensor_sizes(t)
-        for dim, axes in {**planner.layout(t), **planner.row_expert_axes(t)}.items():
-            if dim == "batch":
-                batch[tuple(a for a in axes if a not in REPLICAS)] = None
-            elif dim not in ("vocab", "kv_heads", "rows"):
-                splits[sizes[dim], axes] = None
-    return tuple(splits), tuple(axes for axes in batch if axes)
+LAUNCHED = {"products": (1, 2), "fused": (1, 3)}  # kernels of both passes, where not one reads and writes
+COMPUTING, WAITING, AHEAD, KERNELS = range(4)  # rows of sums of passes
 
 
 class PassBytes(NamedTuple):
@@ -339,8 +67,8 @@ class Circumstances:
 
 @lru_cache(maxsize=1 << 12)
 def share_units(units: Sequence[tuple[float, bool]], stages: int, chunks: int) -> NDArray[np.float64]:
-    """Return the shares that each stage has of a model's `units`, as plans place them, [3, stages]: of all layers, and
-    of what is around them, by its cost and by its number."""
+    """Return the shares that each stage has of a model's `units`, placed as in plans, [3, stages]: of all layers, and
+    of the other units, by cost and by number."""
     totals, shares = [[sum(c for c, of in units if of is kind) for kind in (True, False)], np.zeros((3, stages))]
     around = sum(not of_layer for _, of_layer in units)
     for number, part in enumerate(place_layers([cost for cost, _ in units], stages * chunks)):
@@ -348,49 +76,6 @@ def share_units(units: Sequence[tuple[float, bool]], stages: int, chunks: int) -
             share = (cost / totals[0], 0, 0) if of_layer else (0, cost / totals[1], 1 / around)
             shares[:, number % stages] += share
     return shares
-
-
-@lru_cache(maxsize=1 << 12)
-def distinct_shares(
-    units: Sequence[tuple[float, bool]], stages: int, chunks: int, by_number: bool
-) -> NDArray[np.float64]:
-    """Return the distinct shares that stages have of all layers, and of what is around them, [..., 2], by its cost or
-    `by_number` of its units."""
-    layers, by_cost, around = share_units(units, stages, chunks)
-    return np.unique(np.stack([layers, around if by_number else by_cost], axis=1), axis=0)
-
-
-class Estimate(NamedTuple):
-    """Estimated `seconds` of a step and `memory` in bytes of the worker that needs most, of many contenders."""
-
-    seconds: Column
-    memory: Column
-
-
-class _PassSums(NamedTuple):
-    """Seconds of the forward and the backward pass of some numbers, of each contender: `computing`, `waiting`, and
-    moving operands `ahead`, beside computing; and seconds of the `host`, or kernels that it launches."""
-
-    computing: Any
-    waiting: Any
-    ahead: Any
-    host: Any
-
-    def scale(self, share: float) -> _PassSums:
-        """Return a share of all of it."""
-        return _PassSums(*(share * part for part in self))
-
-    def flip(self) -> _PassSums:
-        """Return it with what the backward pass has as the forward pass, and the other way around."""
-        return _PassSums(*(part[::-1] for part in self))
-
-    def add_backward(self, others: Sequence[_PassSums]) -> _PassSums:
-        """Return it with the forward passes of others in the backward pass too."""
-        parts = [part + np.stack([0 * part[0]] * 2) for part in self]
-        for other in others:
-            for part, more in zip(parts, other, strict=True):
-                part[1] += more[0]
-        return _PassSums(*parts)
 
 
 class _ParameterCosts(NamedTuple):
@@ -461,28 +146,28 @@ class Estimator:
     def collective_seconds(self, op: str, axes: tuple[str, ...], size: Column) -> Column:
         """Return the seconds of a collective on an input of `size` bytes; 0 along axes of one rank."""
         node_ranks = prod((self._ranks_by_axis[a][1] for a in axes), start=np.ones_like(size))
-        return group_seconds(op, size, self._group_size(axes), node_ranks, self.setting.hardware)
+        return price.group_seconds(op, size, self._group_size(axes), node_ranks, self.setting.hardware)
 
     def _price_number(self, i: int) -> tuple[int, Any, Any]:
-        """Return of which part of `_PassSums` a number is, and its seconds in the forward and the backward pass."""
+        """Return which row of `_pass_sums` a number is of, and its seconds in the forward and the backward pass."""
         kind, number, h, size = self.kinds[i], self.numbers[i], self.setting.hardware, self.size["compute"]
         if kind.what == SIDES[0]:
             product, count = MatrixProduct(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
             backward = sum(map(self._product_seconds, product.gradient_products))
-            return 0, count * self._product_seconds(product), count * backward
-        if kind.what == "fused":
-            seconds = number / (h.peak_flops(self.setting.precision) * h.reached.attention)
-            return 0, seconds, FUSED_BACKWARD * seconds
-        if kind.what == "summed":
-            return 0, 0.0, bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1)
-        if kind.what in ("touched", "rebuilt"):
-            seconds = bytes_seconds(number * size, h)
-            return 0, kind.times[0] * seconds, kind.times[1] * seconds
+            return COMPUTING, count * self._product_seconds(product), count * backward
         if kind.what in ("collective", "ahead"):
-            seconds = self.collective_seconds(kind.op, kind.axes, number * size)
-            is_forward = kind.phase == "forward"
-            return 1 + (kind.what == "ahead"), seconds * is_forward, seconds * (not is_forward)
-        return 0, 0.0, 0.0
+            seconds, is_forward = self.collective_seconds(kind.op, kind.axes, number * size), kind.phase == "forward"
+            return AHEAD if kind.what == "ahead" else WAITING, seconds * is_forward, seconds * (not is_forward)
+        if kind.what == "fused":
+            seconds, times = (
+                number / (h.peak_flops(self.setting.precision) * h.reached.attention),
+                (1.0, FUSED_BACKWARD),
+            )
+        elif kind.what == "summed":
+            seconds, times = bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1), (0.0, 1.0)
+        else:
+            seconds, times = bytes_seconds(number * size, h), kind.times
+        return COMPUTING, times[0] * seconds, times[1] * seconds
 
     def _product_seconds(self, p: MatrixProduct) -> Column:
         """Return the seconds of a product of every contender, whose sizes are columns."""
@@ -491,75 +176,64 @@ class Estimator:
         return price.products_seconds(p, h, self.setting.precision, self.size["compute"], tiled)
 
     @cached_property
-    def _pass_sums(self) -> dict[str, _PassSums]:
-        """Return the seconds of passes, and kernels of the host, of all layers and of the `whole` model, and of what of
-        all layers is `rebuilt`, and done again with recompute=full, of several blocks at a time (`between`) beside, and
-        with recompute=selective."""
+    def _pass_sums(self) -> dict[str, NDArray[np.float64]]:
+        """Return the seconds of `computing`, of waiting, and of moving operands ahead, and kernels of the host, [4,
+        forward and backward, contenders]: of all layers and of the `whole` model, of what of all layers is `rebuilt`,
+        and of what recompute=full does again, `between` blocks beside if of several at a time, and =selective."""
         layers = self.setting.layers * self.layer
-        rebuilt, again, inside = (
-            np.array(flags)
-            for flags in zip(*((k.what == "rebuilt", k.again, k.inside) for k in self.kinds), strict=True)
-        )
+        rebuilt = np.array([kind.what == "rebuilt" for kind in self.kinds])
+        again = np.array([kind.again for kind in self.kinds])
         weights = {
             "layers": layers * ~rebuilt,
             "whole": self.whole * ~rebuilt,
             "rebuilt": layers * rebuilt,
             "full": layers * (again & ~rebuilt),
             "between": layers * ~again,
-            "selective": layers * inside,
+            "selective": layers * [kind.inside for kind in self.kinds],
         }
-        often, sums = np.array([*weights.values()]), np.zeros((3, len(weights), 2, len(self.stages)))
+        often, sums = np.array([*weights.values()]), np.zeros((4, len(weights), 2, len(self.stages)))
         for i, kind in enumerate(self.kinds):
             if kind.what in TIMED:
-                part, *seconds = self._price_number(i)
+                row, *seconds = self._price_number(i)
                 for phase in (0, 1):
-                    sums[part, :, phase] += often[:, i, None] * seconds[phase]
-        kernels = (often @ self._kernels.T)[:, :, None]
-        return {name: _PassSums(*sums[:, k], kernels[k]) for k, name in enumerate(weights)}
+                    sums[row, :, phase] += often[:, i, None] * seconds[phase]
+        launched = [LAUNCHED.get(kind.what) or [n > 0 for n in kind.times] for kind in self.kinds]
+        sums[KERNELS] += (often @ np.array(launched, dtype=float))[:, :, None]
+        return {name: sums[:, k] for k, name in enumerate(weights)}
 
     @once_each
-    def _sum_passes(self, name: str, recompute: str, every: int, is_split: bool) -> _PassSums:
-        """Return the seconds of passes of all `layers`, or of the `whole` model, with one kind of recomputation of
-        `every` so many blocks at a time. `is_split`: True if weight gradients have passes of their own."""
+    def _sum_passes(self, recompute: str, every: int, is_split: bool) -> tuple[NDArray, NDArray]:
+        """Return the seconds of passes of all layers, and of the whole model, as `_pass_sums` but with the host's
+        seconds, with one kind of recomputation of `every` so many blocks at a time. `is_split`: True if weight
+        gradients have passes of their own."""
         by_block = self.compiles and not is_split and recompute != "selective"  # each one function
-        sums, layers, known = self._pass_sums[name], self._pass_sums["layers"], self._pass_sums
-        parts = self.collective_seconds("all_gather", self._stream[1], self._stream[0] * self.size["compute"])
-        kept_parts = _PassSums([0.0], [self._blocks / every * parts], [0.0], [0.0])
-        more = {
-            "none": [] if by_block else [known["rebuilt"].flip()],
-            "selective": [known["rebuilt"].flip(), known["selective"]],
-            "full": [known["full"], known["between"].scale(1 - 1 / every), kept_parts],
-        }[recompute]
-        sums, layers = (total.add_backward(more) for total in (sums, layers))
-        calls = CALLS_OF_KERNEL * sums.host
-        if by_block:
-            of_blocks = CALLS_OF_BLOCK * self._blocks * np.array([[1], [1 + (recompute == "full")]])
-            calls = of_blocks + CALLS_OF_KERNEL * (sums.host - layers.host)
-        return sums._replace(host=host_seconds(sums.host, calls, self.setting.hardware))
+        layers, whole, again = self._pass_sums["layers"], self._pass_sums["whole"], np.zeros_like(self.numbers[:4])
+        if recompute == "full":
+            again = self._pass_sums["full"][:, 0] + (1 - 1 / every) * self._pass_sums["between"][:, 0]
+            parts = self.collective_seconds("all_gather", self._stream[1], self._stream[0] * self.size["compute"])
+            again[WAITING] += self._blocks / every * parts
+        elif not by_block:
+            again = self._pass_sums["rebuilt"][:, 1] + (recompute == "selective") * self._pass_sums["selective"][:, 0]
+        layers, whole = (sums + np.stack([0 * again, again], axis=1) for sums in (layers, whole))
+        for sums in (whole, layers):
+            calls = CALLS_OF_KERNEL * sums[KERNELS]
+            if by_block:
+                calls = CALLS_OF_KERNEL * np.maximum(0.0, sums[KERNELS] - layers[KERNELS])
+                calls += CALLS_OF_BLOCK * self._blocks * np.array([[1], [1 + (recompute == "full")]])
+            sums[KERNELS] = price.host_seconds(sums[KERNELS], calls, self.setting.hardware)
+        return layers, whole
 
     @property
     def _blocks(self) -> int:
         """Return the number of blocks of the model's layers."""
         return sum(of_layer for _, of_layer in self.setting.units)
 
-    def _device_seconds(self, sums: _PassSums, moved: Any = 0.0, slower: float = 1.0) -> NDArray[np.float64]:
-        """Return the seconds of both passes, beside which collectives of parameters take `moved` seconds. `slower`: so
-        many times as long as alone does computing take."""
-        hidden = np.minimum(sums.ahead + moved, sums.computing if self.setting.overlap else 0.0)
-        exposed = sums.ahead + moved - (1 - self.setting.hardware.interference) * hidden
-        return hidden_or_summed_seconds(
-            slower * sums.computing + sums.waiting + exposed, sums.host, self.setting.hardware
-        )
-
-    @cached_property
-    def _kernels(self) -> NDArray[np.float64]:
-        """Return the kernels that each number stands for, [forward and backward, numbers]."""
-        launched = {"products": (1, 2), "fused": (1, 3)}
-        pairs = (
-            (k.times[0] > 0, k.times[1] > 0) if k.what in ("touched", "rebuilt") else launched.get(k.what, (0, 0))
-            for k in self.kinds
-        )
-        return np.array(list(pairs), dtype=float).T
+    def _device_seconds(self, sums: NDArray, moved: Any = 0.0, slower: float = 1.0) -> NDArray[np.float64]:
+        """Return the seconds of both passes with `moved` seconds of collectives beside, and `slower` computing."""
+        computing, waiting, ahead, host = sums
+        hidden = np.minimum(ahead + moved, computing if self.setting.overlap else 0.0)
+        exposed = ahead + moved - (1 - self.setting.hardware.interference) * hidden
+        return hidden_or_summed_seconds(slower * computing + waiting + exposed, host, self.setting.hardware)
 
     def sketch_passes(self, recompute: str) -> PassBytes:
         """Return the bytes of passes by the sketch alone: as many as there are results."""
@@ -587,13 +261,13 @@ class Estimator:
         costs = _ParameterCosts(*(np.zeros_like(self.stages, dtype=float) for _ in _ParameterCosts._fields))
         copies = compute if compute != master or zero in (1, 2) else 0
         for axes in dict.fromkeys(kind.axes for kind in self.kinds if kind.what == "parameter"):
-            rows = self._parameter_rows(axes)
+            rows = [i for i, kind in enumerate(self.kinds) if (kind.what, kind.axes) == ("parameter", axes)]
             elements, of_layer = (times[rows] @ self.numbers[rows] for times in (self.whole, self.layer))
             shards = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
             held = master * (1 + self.setting.moments) / state + master / summed + copies / used
             blocks = max(1.0, min(self.whole[rows].sum(), self.setting.layers + 2))
-            buckets = blocks if zero == 3 else np.minimum(self._count_buckets(axes), blocks)
+            buckets = blocks if zero == 3 else np.minimum(self._count_buckets(axes, elements * master), blocks)
             elements_at_once = elements / buckets
             summed_bytes = elements_at_once * (compute if zero >= 2 else master)
             each = self.collective_seconds("reduce_scatter" if zero else "all_reduce", axes, summed_bytes)
@@ -602,14 +276,8 @@ class Estimator:
             costs = _ParameterCosts(*(total + part for total, part in zip(costs, more, strict=True)))
         return costs
 
-    def _parameter_rows(self, axes: tuple[str, ...]) -> list[int]:
-        """Return which numbers are of parameters whose gradients are summed over some axes."""
-        return [i for i, kind in enumerate(self.kinds) if kind == Quantity("parameter", axes, inside=kind.inside)]
-
-    @once_each
-    def _count_buckets(self, axes: tuple[str, ...]) -> Column:
-        """Return in how many buckets all gradients that are summed over some axes are, wherever blocks end."""
-        size = self.whole[self._parameter_rows(axes)] @ self.numbers[self._parameter_rows(axes)] * self.size["master"]
+    def _count_buckets(self, axes: tuple[str, ...], size: Column) -> Column:
+        """Return in how many buckets `size` bytes of gradients, summed over some axes, are, wherever blocks end."""
         if (mib := self.setting.bucket_mib) is not None:
             return np.ceil(size / max(1, mib * price.MIB))
         latency = self.collective_seconds("all_reduce", axes, np.zeros_like(size))
@@ -618,8 +286,7 @@ class Estimator:
 
     @cached_property
     def _stream(self) -> tuple[Column, tuple[str, ...]]:
-        """Return the elements of the activation between two layers that each rank keeps or sends, its part of what is
-        replicated over some axes, and these axes."""
+        """Return the elements of a rank's part of the stream between layers, and the axes that replicate it."""
         candidates = [i for i, kind in enumerate(self.kinds) if kind.what == "stream"]
         candidates = candidates or [i for i, kind in enumerate(self.kinds) if kind.what == "kept"]
         largest = max(candidates, key=lambda i: self.numbers[i].max(initial=0.0))
@@ -638,36 +305,35 @@ class Estimator:
         return [(int(n), np.flatnonzero(self.stages == n)) for n in np.unique(self.stages) if n > 1]
 
     def _most_of_stages(self, chunks: int, layers: Column, around: Column, by_number: bool = False) -> Column:
-        """Return the most that any stage has of the totals of `layers` and of what is `around` them, by its cost, or
-        `by_number` of its units."""
+        """Return the largest part of a stage of totals of `layers` and of the units `around`, as in `share_units`."""
         most = np.asarray(layers + around)
         for n, alike in self._groups_by_stages:
-            shares = distinct_shares(self.setting.units, n, chunks, by_number)
-            most[alike] = (shares[:, :1] * layers[alike] + shares[:, 1:] * around[alike]).max(axis=0)
+            deep, *others = share_units(self.setting.units, n, chunks)[:, :, None]
+            most[alike] = (deep * layers[alike] + others[by_number] * around[alike]).max(axis=0)
         return most
 
     @once_each
     def _microbatches_of(self, chunks: int) -> Column:
-        """Return the microbatches of a step with so many chunks on a stage, of which several have a turn for each
-        stage."""
+        """Return the microbatches of a step: at least one for each stage where a stage has several chunks."""
         return np.maximum(self._num_microbatches, self.stages if chunks > 1 else 1)
 
     @once_each
     def _passes_seconds(self, kind: str, chunks: int, recompute: str, every: int) -> Column:
         """Return the seconds from the first to the last pass of a step, with waits for other stages."""
         h, stages, slower = self.setting.hardware, self.stages, 1 + price.LOCKSTEP * (chunks > 1)
-        how = recompute, every, kind == "zb_h1"
-        of_layers, of_whole = self._sum_passes("layers", *how), self._sum_passes("whole", *how)
-        layers, whole = (self._device_seconds(sums, slower=slower).sum(axis=0) for sums in (of_layers, of_whole))
+        of_passes = [
+            self._device_seconds(sums, slower=slower) for sums in self._sum_passes(recompute, every, kind == "zb_h1")
+        ]
+        layers, whole = (passes.sum(axis=0) for passes in of_passes)
         slowest = self._most_of_stages(chunks, layers, np.maximum(0.0, whole - layers))
         part = self._stream[0] * self.size["compute"]
-        sent = message_seconds(part, self._ranks_by_axis["stage"][1] > 1, h)
+        sent = price.message_seconds(part, self._ranks_by_axis["stage"][1] > 1, h)
         gathered = self.collective_seconds("all_gather", self._stream[1], part)
         crowded = (kind != "1f1b") & (2 * sent > price.CROWDED * whole / (stages * chunks))
         handed = 2 * (chunks - 1 / stages) * (gathered + sent * np.where(crowded, QUEUED, 1.0)) * (stages > 1)
         m, lost = self._microbatches_of(chunks), np.maximum(0.0, whole - slowest)
         if kind == "zb_h1":  # weight gradients fill the pause, if there are enough microbatches
-            forward, backward = self._device_seconds(of_layers, slower=slower) / np.maximum(LEAST**2, layers)
+            forward, backward = of_passes[0] / np.maximum(LEAST**2, layers)
             few = lost * (forward + backward / 2) - (m - 1) * forward * slowest
             lost = np.maximum(lost * forward, few)
         return m * (slowest + handed) + (lost + (stages - 1) * handed) / chunks
@@ -683,9 +349,9 @@ class Estimator:
     def _parameter_seconds(self, zero: int, chunks: int, recompute: str) -> Column:
         """Return the seconds of a step for collectives of parameters that passes do not hide, and by which those slow
         the passes that are hidden, and for the update."""
-        s, costs, passes = self.setting, self._parameter_costs(zero), self._sum_passes("whole", recompute, 1, False)
+        s, costs, passes = self.setting, self._parameter_costs(zero), self._sum_passes(recompute, 1, False)[1]
         share = self._stage_state(zero, chunks) / costs.state  # of the stage that has most
-        forward, backward = passes.computing / self.stages if s.overlap else 0 * passes.computing
+        forward, backward = passes[COMPUTING] / self.stages * s.overlap
 
         def exposed_seconds(total: Column, beside: Column) -> Column:
             """Return the seconds by which collectives once a step make it longer."""
@@ -693,7 +359,7 @@ class Estimator:
             hidden = price.beside_passes_seconds(total * share, buckets, chunks, self.stages, beside / chunks)
             return total * share - (1 - s.hardware.interference) * hidden
 
-        seconds = bytes_seconds(costs.updated * share * update_bytes(self.size, s.moments), s.hardware)
+        seconds = bytes_seconds(costs.updated * share * price.update_bytes(self.size, s.moments), s.hardware)
         if zero in (1, 2):
             seconds = seconds + exposed_seconds(costs.gathers, forward)
         if zero < 2:
@@ -703,13 +369,15 @@ class Estimator:
         longer = self._device_seconds(passes, moved) - self._device_seconds(passes)
         return seconds + self._microbatches_of(chunks) * longer.sum(axis=0) / self.stages
 
-    def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> Estimate:
-        """Estimate the contenders `rows` in one mode."""
+    def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> tuple[Column, Column]:
+        """Return the estimated seconds of a step, and bytes of the neediest worker, of contenders `rows` in a mode."""
         seconds = self._passes_seconds(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)
         parameters = self._parameter_seconds(mode.zero, mode.chunks, mode.recompute)
-        held = self._activation_bytes(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)
-        state = self._stage_state(mode.zero, mode.chunks)
-        return Estimate(seconds[rows] + parameters[rows], self._add_library_reserve(state[rows] + held[rows]))
+        memory = self._activation_bytes(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)[rows]
+        memory = memory + self._stage_state(mode.zero, mode.chunks)[rows]
+        if self.setting.libraries:
+            memory = memory * (1 + ROUNDING) + overhead_bytes(GROUPS, 0, 0)
+        return seconds[rows] + parameters[rows], memory
 
     @once_each
     def _activation_bytes(self, kind: str, chunks: int, recompute: str, every: int) -> Column:
@@ -739,7 +407,3 @@ class Estimator:
                 of_stage = of_stage + delayed * around * np.maximum(0.0, pending_ends[alike])
             held[alike] = of_stage.max(axis=0)
         return held + work
-
-    def _add_library_reserve(self, memory: Column) -> Column:
-        """Return the bytes of a worker with what its device's libraries reserve."""
-        return memory * (1 + ROUNDING) + overhead_bytes(GROUPS, 0, 0) if self.setting.libraries else memory

@@ -40,23 +40,14 @@ from platform.predict.contenders import (
     list_parts,
     mask_simpler_elsewhere,
 )
-from platform.predict.estimate import (
-    BASE,
-    FEW,
-    SEQUENCES,
-    Circumstances,
-    Columns,
-    Estimator,
-    PassBytes,
-    Sketch,
-    sketch_model,
-)
+from platform.predict.estimate import FEW, Circumstances, Estimator, PassBytes
 from platform.predict.footprint import Passes, measure_passes, state_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, device_kind, list_compiled
 from platform.predict.meter import MemoryMeter
 from platform.predict.price import StepPrice
+from platform.predict.sketch import BASE, SEQUENCES, Columns, Sketch, sketch_model
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, read_bucket_size, step_price
 
 # A mode's contenders are kept by bands of memory: a contender stays if all quicker ones but a few need more. So
@@ -148,8 +139,7 @@ class SearchOutcome:
 
     @cached_property
     def least_state_bytes(self) -> int:
-        """Return the bytes that parameters and optimizer state take under any plan, of all workers together: each
-        number once."""
+        """Return the bytes of parameters and optimizer state of all workers under any plan: each number once."""
         plan = self.tried[0].plan
         parameters = sum(prod(plan.global_shape(p)) for p in plan.parameters)
         half = 2 if plan.stored.masters == "split" else 0

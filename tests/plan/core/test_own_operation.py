@@ -13,9 +13,9 @@ from platform.plan.operations.op import BlockOp
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan_builder import forget_planned
 from platform.plan.plan_check import find_unsoundness
-from platform.predict.estimate import sketch_model
 from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
+from platform.predict.sketch import sketch_model
 from platform.predict.step_price import read_hardware, step_price
 from tests.harness.oracle import configure, prove
 from tests.runtime.test_memory import measured

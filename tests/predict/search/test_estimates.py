@@ -103,6 +103,19 @@ def test_estimates_of_refined_contenders_are_not_far_off(count):
     assert len(far_off(compared)) <= 0.25 * count, far_off(compared)
 
 
+def test_estimates_of_the_best_are_within_five_percent_of_their_price():
+    """Of the estimated best of each mode: a search is as good as these are near."""
+    model = "model=gpt3_13b", "model.layers=9"
+    config = compose_config([*model, "precision=bf16", "cluster.gpu=B200-192GB", "plan.search=[all]"])
+    config.train.global_batch = 32
+    grid = ContenderGrid(SearchSpace(config), 16, 180e9, read_hardware("b200"))
+    best = {one.mode: one for one in reversed(grid.rate_contenders()[0])}
+    quickest = sorted(best.values())[:16]
+    finalists = [search.plan_finalist(grid.space, one.choice, grid.hardware) for one in quickest]
+    quotients = [one.seconds / f.price.seconds for one, f in zip(quickest, finalists, strict=True) if f]
+    assert sum(0.95 < quotient < 1.05 for quotient in quotients) >= 0.9 * len(quotients) > 8, quotients
+
+
 def test_negative_control_a_meter_that_counts_double(monkeypatch):
     """The comparison with the memory meter is what makes estimates of memory near."""
     metered = search.meter_passes

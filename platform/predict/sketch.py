@@ -1,0 +1,279 @@
+"""Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log2, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from platform.model import build_model
+from platform.plan.chunks import axes_of_replication, find_recordings
+from platform.plan.layout import Mesh, pad_to_multiple
+from platform.plan.model_types import Operation, Parameter, Recompute, Spec
+from platform.plan.operation_plan import Collective, PlannedOperation
+from platform.plan.operations.recorder import Recorder, Symbol
+from platform.plan.operations.registry import OPERATIONS, Ops
+from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
+from platform.plan.planner import Planner
+from platform.plan.rule import partial_axes
+from platform.plan.scheme import REPLICAS, Scheme
+from platform.predict.work import (
+    accesses_to_rebuild,
+    attention_flops,
+    even_sent_share,
+    even_share_of_planned_rows,
+    even_share_of_planned_rows_of_spec,
+    list_group_products,
+)
+
+# Sketch of a model under a scheme: what a rank computes, moves and keeps, as monomials in the sizes of mesh axes.
+#
+# An operation is planned on a mesh whose axes all have two ranks, and once more with each of them doubled: a number
+# that halves with an axis has the exponent -1 in its size. So the communication rule itself says how its collectives
+# grow, and thousands of meshes are judged at once. Sizes that axes do not divide are judged by `splits`, as a plan
+# does.
+
+Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
+SEQUENCES = "microbatch"  # variable beside the sizes of axes
+SIDES = "rows", "columns", "inner", "batch"  # of a product
+BASE = 64  # sequences of a microbatch on a replica while numbers are found
+
+
+class Quantity(NamedTuple):
+    """Meaning of a number of an operation: the SIDES of a product and how many such `products` there are; `fused` FLOPs
+    of attention; elements of weights whose gradients are `summed` over microbatches; elements that are `touched` so
+    often in the forward and the backward pass (`times`), or there to be `rebuilt`, `kept` for the latter, of the
+    `stream` between blocks, of a `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
+    if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
+    recompute=selective; `again`: done again with recompute=full."""
+
+    what: str
+    axes: tuple[str, ...] = ()
+    op: str = ""
+    phase: str = ""
+    times: tuple[float, float] = (0.0, 0.0)
+    inside: bool = False
+    again: bool = True
+
+
+@dataclass(frozen=True)
+class Monomials:
+    """Numbers of a model under a scheme: `kinds`, the values at two ranks along each axis, their `exponents` by
+    variable, and how often each is in the model (`whole`), and in a layer of it on average (`layer`)."""
+
+    kinds: tuple[Quantity, ...]
+    variables: tuple[str, ...]
+    values: NDArray[np.float64]
+    exponents: NDArray[np.float64]
+    whole: NDArray[np.float64]
+    layer: NDArray[np.float64]
+
+    def evaluate_columns(self, columns: Columns) -> NDArray[np.float64]:
+        """Return every number for every contender, [numbers, contenders]."""
+        base = {SEQUENCES: BASE}
+        logs = np.stack([np.log2(columns[v] / base.get(v, 2)) for v in self.variables])
+        return self.values[:, None] * np.exp2(self.exponents @ logs)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Model under a scheme: its numbers, and what axes must divide: `splits`, pairs of a size and axes, and the axes of
+    a replica's batch; and whether a compiler can trace its blocks."""
+
+    numbers: Monomials
+    splits: tuple[tuple[int, tuple[str, ...]], ...]
+    batch: tuple[tuple[str, ...], ...]
+    is_traceable: bool
+
+    def mask_legal(self, columns: Columns) -> NDArray[np.bool_]:
+        """Return which contenders' axes divide what they split, but for the batch of a replica."""
+        ones = np.ones_like(columns["stage"])
+        mask = ones > 0
+        for size, axes in self.splits:
+            mask &= size % prod((columns[a] for a in axes), start=ones) == 0
+        return mask
+
+    def mask_batch(self, columns: Columns) -> NDArray[np.bool_]:
+        """Return which contenders' axes divide the batch of a replica."""
+        ones = np.ones_like(columns[SEQUENCES])
+        mask = ones > 0
+        for axes in self.batch:
+            mask &= columns[SEQUENCES] % prod((columns[a] for a in axes), start=ones) == 0
+        return mask
+
+
+class _SketchRecorder(Recorder):
+    """Recorder that takes note of functions element by element too, of which nothing is planned, as operations, and of
+    what recompute=full leaves out."""
+
+    @cached_property
+    def counted(self) -> Counter[Operation]:
+        """Return the operations, equal ones counted together under one of them."""
+        first: dict[tuple, Operation] = {}
+        return Counter(first.setdefault(o.nameless_key, o) for o in self.operations)
+
+    def recomputed(self, kind, name, function, spec, x, *more):
+        """Record a function of activations; the last product of a block is marked if no gradient needs its result."""
+        begun = len(self.operations)
+        out = super().recomputed(kind, name, function, spec, x, *more)
+        if kind == "full":
+            self._mark_unneeded_product(begun)
+        return out
+
+    def pointwise(self, function: str, *x: Symbol) -> Symbol:
+        """Take note of a pointwise function of activations."""
+        if function != "identity":
+            inputs = tuple(a.spec for a in x)
+            self.operations.append(Operation("pointwise", function, inputs, inputs[:1], recomputed=self._recomputing))
+        return super().pointwise(function, *x)
+
+    def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
+        """Take note of a residual connection."""
+        self.operations.append(Operation("residual", name, (spec,), (spec,)))
+        return x
+
+
+def count_operations(config: Any, layers: int, scheme: Scheme) -> Counter[Operation]:
+    """Return the operations of a model with so many layers, equal ones counted together under one of them."""
+    model = build_model(replace(config, layers=layers))
+    sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": BASE}
+    recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout, sizes=sizes)
+    recorded: dict[tuple, Any] = find_recordings(model, recorder)
+    if _SketchRecorder not in recorded:
+        model.forward(recorder, {name: name for name in model.inputs})
+        recorded[_SketchRecorder] = recorder.counted  # type: ignore[index]
+    return recorded[_SketchRecorder]  # type: ignore[index]
+
+
+def sketch_model(
+    config: Any, scheme: Scheme, axes: Sequence[str], alike: Mapping[int, int] | None = None
+) -> Sketch | None:
+    """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
+    ranks; None if no plan of it is legal. `config`: the group model of a configuration; `alike`: numbers of
+    layers, each with how many of those behind the first one are like it; by default all are like the second."""
+    alike = {number: n for number, n in (alike or {1: config.layers - 1}).items() if n}
+    of_first, deeper = count_operations(config, 1, scheme), Counter[tuple]()
+    operations = count_operations(config, max(alike, default=0) + 1, scheme)
+    for number, n in alike.items():
+        for layers, sign in ((number + 1, n), (number, -n)):
+            for o, count in count_operations(config, layers, scheme).items():
+                deeper[o.nameless_key] += sign * count
+    first = {o.nameless_key: n for o, n in of_first.items()}
+    variables = (*axes, SEQUENCES)
+    plannable = [o for o in operations if OPERATIONS[o.kind] not in (Ops.pointwise, Ops.residual)]
+    kinds, values, exponents, whole, layer = [], [], [], [], []
+    try:
+        probes = (_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables))
+        planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
+        for o in operations:
+            more_layers = deeper[o.nameless_key]
+            quantities = [list(_iterate_quantities(*pair, o)) for pair in planners]
+            for i, (kind, value) in enumerate(quantities[0]):
+                grown = [more[i][1] if len(more) == len(quantities[0]) else value for more in quantities[1:]]
+                kinds.append(kind._replace(inside=o.recomputed))
+                values.append(value)
+                exponents.append([round(log2(g / value)) if g and value else 0 for g in grown])
+                whole.append(first.get(o.nameless_key, 0) + more_layers)
+                layer.append(more_layers / max(1, config.layers - 1))
+    except ValueError:
+        return None
+    planner = planners[0][0]
+    splits, batch = _find_divided_sizes(planner, operations)
+    if any(planner.layout(t).find_conflict() for o in operations for t in (*o.inputs, *o.outputs)):
+        return None
+    arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, whole, layer)]
+    is_traceable = all(
+        OPERATIONS[o.kind].is_traceable and not (o.reads and OPERATIONS[o.kind].keys_input >= 0) for o in operations
+    )
+    return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch, is_traceable)
+
+
+def _build_probe_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
+    """Return the planner of a model on a mesh of two ranks along each axis, four along the axis `grown`, or with twice
+    the sequences if `grown` is these."""
+    mesh = Mesh.arrange_axes({"stage": 1, **{a: 4 if a == grown else 2 for a in axes}})
+    batch = BASE * (2 if grown == SEQUENCES else 1) * prod(mesh.axes[a] for a in axes if a in REPLICAS)
+    model = build_model(replace(config, layers=1))
+    model_sizes = dict(model.sizes)
+    sizes = {"memory_length": model_sizes["length"], **model_sizes, "batch": batch}
+    if "vocab" in sizes:
+        sizes["vocab"] = pad_to_multiple(sizes["vocab"], ALIGNED)
+    return Planner(mesh, scheme, sizes, {})
+
+
+def _iterate_quantities(
+    planner: Planner, planned_operations: PlannedOperations, o: Operation
+) -> Iterator[tuple[Quantity, float]]:
+    """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh. Of experts' rows an
+    even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
+    output = o.outputs[0] if o.outputs else None
+    room = float(prod(planner.local_shape(output))) if output else 0.0
+    size = room * even_share_of_planned_rows_of_spec(planner, output) if output else 0.0
+    op, mesh = OPERATIONS[o.kind], planner.mesh
+    if op in (Ops.pointwise, Ops.residual):
+        accesses = op.memory_accesses if op is Ops.residual else Ops.pointwise.accesses_by_inputs[len(o.inputs)]
+        yield Quantity("touched", times=accesses), size
+        yield Quantity("kept"), room
+        if op is Ops.residual:
+            yield Quantity("stream", axes_of_replication(planner.layout(o.outputs[0]), mesh)), size
+        return
+    planned = planned_operations[o.kind, o.name]
+    if planned.groups:
+        products = Counter(p for group in planned.groups for p in list_group_products(planner, o, group))
+        for product, count in products.items():
+            sides = zip(SIDES, product[: len(SIDES)], strict=True)
+            yield from ((Quantity(side, again=not planned.once), size) for side, size in sides)
+            yield Quantity("products", again=not planned.once), count
+        for group in (g for g in planned.groups if planned.rebuilds_input(g)):
+            rebuilt = prod(group.x.before) * even_share_of_planned_rows(planner, o)
+            yield Quantity("rebuilt", times=(0, accesses_to_rebuild(o))), rebuilt
+        weights = (e for g in planned.groups for e in g.einsums if isinstance(o.inputs[1 + e.index], Parameter))
+        yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
+    else:
+        if op.chooses_kernel:
+            yield Quantity("fused"), attention_flops(planner, o)
+        yield Quantity("touched", times=op.accesses_of_both_passes(o, planned_operations)), size
+    if any(p.role == "in" for p in o.parameters) or not planned.groups and not op.keeps_nothing:
+        yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)
+    for p in o.parameters:
+        axes = mesh.order_axes(partial_axes(planner.layout(p), planned.compute_axes))
+        yield Quantity("parameter", axes), prod(planner.local_shape(p))
+    ahead, results = Counter(_weight_collectives(planner, planned)), Counter(planned.results if planned.once else ())
+    for c in planned.collectives:
+        ahead[c] -= (goes := ahead[c] > 0)
+        results[c] -= (is_left_out := results[c] > 0)
+        if c.dtype != "compute" or c.op == "rotate":
+            continue
+        elements = c.elements * even_sent_share(planner, o, c)
+        kind = Quantity("ahead" if goes else "collective", mesh.order_axes(c.axes), c.op, c.phase)
+        yield kind._replace(again=not is_left_out), elements
+        if c.op == "all_gather":
+            is_kept = c.phase == "forward" and planner.scheme.gathered == "keep"
+            if is_kept or not goes:
+                yield Quantity("kept" if is_kept else "pending"), c.elements * mesh.count_ranks(c.axes)
+
+
+def _weight_collectives(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:
+    """Yield the collectives of a planned operation's weights, which go on beside the products before."""
+    for e in (e for group in planned.groups for e in group.einsums):
+        if isinstance(planned.operation.inputs[1 + e.index], Parameter):
+            yield from planner.collectives_of_conversion(e.operand, e.regathered)
+
+
+def _find_divided_sizes(planner: Planner, operations: Mapping[Operation, int]) -> tuple[tuple, tuple]:
+    """Return the pairs of a size and the axes that must divide it, and the axes of a replica's batch, of operations."""
+    splits, batch = dict[tuple[int, tuple[str, ...]], None](), dict[tuple[str, ...], None]()
+    for t in (t for o in operations for t in (*o.inputs, *o.outputs)):
+        sizes = planner.tensor_sizes(t)
+        for dim, axes in {**planner.layout(t), **planner.row_expert_axes(t)}.items():
+            if dim == "batch":
+                batch[tuple(a for a in axes if a not in REPLICAS)] = None
+            elif dim not in ("vocab", "kv_heads", "rows"):
+                splits[sizes[dim], axes] = None
+    return tuple(splits), tuple(axes for axes in batch if axes)
