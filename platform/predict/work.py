@@ -382,7 +382,8 @@ def _drop_unneeded_result(forward: Part, planned: PlannedOperation) -> Part:
 def attention_flops(planner: Planner, operation: Operation) -> float:
     """Return the FLOPs that work counts of a rank's attention in one kernel, forward: half if it hides later keys."""
     query, key, value = (dict(zip(t.dims, planner.local_shape(t), strict=True)) for t in operation.inputs[:3])
-    length = key["memory_length"] if "memory_length" in key else key["length"]
+    # keys that lie as queries do go around, and all are seen
+    length = key["memory_length"] if "memory_length" in key else planner.tensor_sizes(operation.inputs[1])["length"]
     window = operation["window"]
     seen = min(length, window) if window else length * (0.5 if operation["causal"] else 1.0)
     return 2.0 * query["batch"] * query["heads"] * query["length"] * seen * (query["d_kv"] + value["d_kv"])

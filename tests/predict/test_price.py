@@ -320,6 +320,18 @@ def test_no_window_uses_more_than_all_of_a_gpu():
     assert 0.05 < step_price(config, make_plan(config), read_hardware("h100")).mfu < 0.6
 
 
+@pytest.mark.parametrize("kind", ["gather", "ring", "heads"])
+def test_contexts_share_the_work_of_attention(kind):
+    """Whether keys are gathered, go around or are exchanged for heads: every query sees all of them."""
+    typed = "model.length=512", "train.microbatch=2", "train.global_batch=2"
+    contexts = "parallel.data=1", "parallel.context=2", f"parallel.context_kind={kind}"
+    whole, shared = (
+        sum(n * part.fused for p in build_step_work(*planned(*typed, *more)).forward for part, n in p.parts)
+        for more in (("parallel.data=1",), contexts)
+    )
+    assert shared == pytest.approx(whole / 2)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_what_is_hidden_is_all_that_is_not_waited_for(zero):
     """Hidden and waited for together are the waits of the same plan that hides nothing."""
