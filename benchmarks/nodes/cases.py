@@ -22,11 +22,6 @@ SQUARE = {"d_model": 64, "heads": 8, "length": 256, "vocab": 64, "layers": 4, "p
 WIDE = {"d_model": 256, "heads": 8, "length": 64, "vocab": 64, "layers": 2, "precision": "fp32"}
 FEW = {"microbatch": 4, "global_batch": 4}  # sequences, so that not every one has a rank
 SCHEMES = {"1d_sp": "t", "2d_gather": "rc", "3d": "xyz"}  # of the search for the best plan -> their axes
-# tables 1 and 2 of Bian et al. in small: ranks -> schemes
-SCALED: Mapping[int, Mapping[str, How]] = {
-    4: {"1-D": {"tensor": "1d", "axes": {"t": 4}}, "2-D": {"tensor": "2d_gather", "axes": {"r": 2, "c": 2}}},
-    8: {"1-D": {"tensor": "1d", "axes": {"t": 8}}, "3-D": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}}},
-}
 DEALT = "ranks dealt to the nodes in turn"  # in the name of a variant: the ranks of a node are not consecutive
 
 
@@ -100,11 +95,6 @@ def cases() -> Iterator[Case]:
         "3d, the cube": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}},
         f"3d, the best cuboid {' x '.join(map(str, cuboid.values()))}": {"tensor": "3d", "axes": cuboid},
     }
-    for name, widths in (("strong scaling", {4: 64, 8: 64}), ("weak scaling", {4: 40, 8: 64})):
-        for ranks, width in widths.items():
-            yield Case(f"{name}, {ranks} ranks", "10mbit", 1, {
-                scheme: {**how, **SQUARE, "d_model": width, **FEW} for scheme, how in SCALED[ranks].items()
-            }, ranks)  # fmt: skip
     for rate in ("2500kbit", "100mbit", "1gbit"):
         yield Case("tensor scheme", rate, 1, {name: {**how, **SQUARE, **FEW} for name, how in schemes.items()})
 
