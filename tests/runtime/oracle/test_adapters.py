@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from platform.model import build_model
+from platform.model import build_model, tuning
 from platform.plan import adapters
 from platform.plan.plan_check import find_unsoundness
-from platform.predict import make_plan as planning
 from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from platform.train import rank_parameters
@@ -47,7 +46,7 @@ def started(monkeypatch):
         built = adapters.build_adapters(*arguments)
         return {n: replace(a, up=replace(a.up, init="uniform", std=0.05)) for n, a in built.items()}
 
-    monkeypatch.setattr(planning, "build_adapters", build)
+    monkeypatch.setattr(tuning, "build_adapters", build)
 
 
 def tuned(model: str = "llama", tune: dict[str, Any] = TUNE, **how: Any):
@@ -117,7 +116,7 @@ def test_what_is_kept_is_what_is_planned(scheme, targets):
 
 
 def test_a_new_adapter_changes_nothing(monkeypatch):
-    monkeypatch.setattr(planning, "build_adapters", adapters.build_adapters)
+    monkeypatch.setattr(tuning, "build_adapters", adapters.build_adapters)
     (plain,), (adapted,) = (run(c)[1] for c in (configure(**MODELS["llama"]), tuned(tune=EVERYWHERE)))
     assert adapted.loss == plain.loss
     for name, g in adapted.gradients.items():
