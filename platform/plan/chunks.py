@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -59,7 +59,7 @@ class Chunk:
 
     `receives`: the activations from the previous chunk; `sends`: the activations for the next chunk. `spans`: names of
     the parameters that each stretch of the chunk's forward pass uses: before the first block, in it, after it, ...
-    `blocks`: the name of each block, and the operations in it.
+    `blocks`: the name of each block, and the operations in it; no plan that is read from a file has them.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Chunk:
     functions: tuple[tuple, ...] = ()  # element by element, of which nothing is planned, see Recorder.note_operation
     kept: tuple[Spec, ...] = ()  # type of x of every recomputed function, see Ops.recomputed
     spans: tuple[tuple[str, ...], ...] = ()
-    blocks: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    blocks: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = field(default=(), compare=False)
 
     @cached_property
     def parameter_names(self) -> frozenset[str]:

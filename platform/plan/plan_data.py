@@ -41,7 +41,8 @@ _CLASSES: dict[str, type] = {
     "Step": RelayoutStep, "StoredStates": StoredStates,
 }  # fmt: skip
 _WORDS = {part: word for word, part in _CLASSES.items()}
-_FIELDS = {part: [f.name for f in fields(part) if f.init] for part in _WORDS}
+# all but what the rest of a plan's operations implies
+_FIELDS = {part: [f.name for f in fields(part) if f.init and f.compare] for part in _WORDS}
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
 
 

@@ -166,9 +166,9 @@ def _build_kind_plan(
     plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
     of_optimizer = [optimizers.violations_of_patterns, optimizers.violations_of_splits]
     of_optimizer += [optimizers.violations_of_stored_states]
-    checks = *of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents
+    checks = [*of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents]
     if not is_placed:  # by a worker of a run, or for another system that is predicted
-        checks = *checks, choose_schedule.violations_of_selective
+        checks.append(choose_schedule.violations_of_selective)
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError([*refused, *_find_other_violations(refused, config, data, kind)])
     return _add_shorter_plans(config, plan, data, kind)

@@ -65,6 +65,11 @@ class TracedBlock(NamedTuple):
     draws: Sequence[tuple[str, Spec]]
 
 
+def _find_input(name: str, use: tuple[str, str], p: PassPosition) -> Tensor:
+    """Return the block of a pass's data tensor `name` that the operation `use` reads."""
+    return p.inputs[name][use]
+
+
 class ParallelOps(Ops):
     """Executes a plan's operations on the rank of `communicator`: their common parts are here, each one's forward pass
     is its `run`. `tensors`: parameter name -> local block.
@@ -182,7 +187,7 @@ class ParallelOps(Ops):
             self.compiler, self.is_tracing, self._draws = None, True, {}
             compiled = trace(function, arguments, self._list_tensors_beside_blocks)
             self.compiler, self.is_tracing = compiler, False
-            self._blocks[key] = compiled and TracedBlock(compiled, tuple(self._draws))
+            self._blocks[key] = TracedBlock(compiled, tuple(self._draws)) if compiled else None
         block = self._blocks[key]
         if not block:
             return function
@@ -203,7 +208,7 @@ class ParallelOps(Ops):
         keys: dict[int, tuple | None] = dict.fromkeys(map(id, shared))
         for name, readers in self.position.inputs.items():
             for use, block in readers.items():
-                self._made_for_pass[name, use] = lambda p, name=name, use=use: p.inputs[name][use]
+                self._made_for_pass[name, use] = partial(_find_input, name, use)
                 keys[id(block)] = name, use
         return keys | {id(t): key for key, t in self.position.tensors.items()}
 
