@@ -18,7 +18,7 @@ HEAD = (
     "(`python -m docs.api` prints this page.)\n"
 )
 CODE = (">>> ", "    ")  # begins a paragraph of code in a docstring
-UNSAID = {"FILES", "Rows"}  # values, which have no docstring
+UNSAID = {"FILES", "PLAIN", "Rows"}  # values, which have no docstring
 MOST_METHODS = 6  # of a class that are shown; those with more do the platform's own work
 
 

@@ -8,21 +8,22 @@ by `python -m platform.weights --extend own_family import FOLDER URL`.
 
 from math import prod
 
-from platform.api import register_family
-from platform.config.fields import Model
-from platform.weights.config_keys import (
+from platform.api import (
     PLAIN,
     DropoutRule,
     Family,
     Free,
     FunctionRule,
+    Model,
     Renamed,
     RotaryRule,
     TensorRow,
     Words,
+    list_stored_tensors,
     module_rows,
+    register_family,
+    translate_config_json,
 )
-from platform.weights.tensor_names import list_stored_tensors, translate_config_json
 
 LAYER, OURS = "gpt_neox.layers.{i}", "layers.{i}"
 ROTARY = RotaryRule(share=0.25)  # a quarter of each head rotates, unless a config.json says otherwise

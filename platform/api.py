@@ -33,7 +33,7 @@ from platform.cluster import run_directory
 from platform.cluster.callbacks import CallbackGuard, Callbacks
 from platform.cluster.shown_commands import Command
 from platform.config.composition import CONF
-from platform.config.fields import Config, describe_value, flatten_config, violations_of_types
+from platform.config.fields import Config, Model, describe_value, flatten_config, violations_of_types
 from platform.config.key import WORKERS, key
 from platform.config.validation import violations_of_configuration
 from platform.data.objectives import Causal, register_objective
@@ -57,6 +57,18 @@ from platform.plan.simulate import simulate
 from platform.plan.step_collectives import communication, counts_at, process_groups
 from platform.predict.choose_schedule import register_pipeline
 from platform.predict.make_plan import complete_violations, make_plan
+from platform.weights.config_keys import (
+    PLAIN,
+    DropoutRule,
+    Family,
+    Free,
+    FunctionRule,
+    Renamed,
+    RotaryRule,
+    TensorRow,
+    Words,
+    module_rows,
+)
 from platform.weights.families import register_family
 
 if TYPE_CHECKING:
@@ -65,6 +77,7 @@ if TYPE_CHECKING:
     from platform.runtime.process_groups import ProcessGroups
     from platform.train.rank_model import build_rank
     from platform.train.stage_passes import place, stretches
+    from platform.weights.tensor_names import list_stored_tensors, translate_config_json
 else:
     _EXECUTING = {
         "platform.runtime.communicator": ("Communicator", "SingleRank"),
@@ -72,6 +85,7 @@ else:
         "platform.runtime.process_groups": ("ProcessGroups",),
         "platform.train.rank_model": ("build_rank",),
         "platform.train.stage_passes": ("place", "stretches"),
+        "platform.weights.tensor_names": ("list_stored_tensors", "translate_config_json"),
     }
 
     def __getattr__(name: str) -> Any:
@@ -84,25 +98,35 @@ else:
 
 __all__ = [
     "FILES",
+    "PLAIN",
     "Action",
     "Callbacks",
     "Causal",
     "Communicator",
     "Config",
     "ConfigError",
+    "DropoutRule",
+    "Family",
+    "Free",
+    "FunctionRule",
     "Kind",
     "MetricsLog",
+    "Model",
     "ParallelOps",
     "Parameter",
     "Plan",
     "ProcessGroups",
+    "Renamed",
     "Result",
+    "RotaryRule",
     "Rows",
     "ScheduleError",
     "SingleRank",
     "Spec",
     "StackSpecs",
+    "TensorRow",
     "TransformerBlock",
+    "Words",
     "build_rank",
     "communication",
     "compose",
@@ -112,6 +136,8 @@ __all__ = [
     "generate",
     "initialise",
     "key",
+    "list_stored_tensors",
+    "module_rows",
     "place",
     "plan",
     "process_groups",
@@ -129,6 +155,7 @@ __all__ = [
     "simulate",
     "stretches",
     "table",
+    "translate_config_json",
 ]
 
 FILES = CONF.parent  # the folder of conf/, jobs/ (Kubernetes, Slurm) and dashboards/: the checkout, or the package

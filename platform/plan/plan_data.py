@@ -10,12 +10,13 @@ import hashlib
 import json
 import weakref
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from platform.plan.chunks import Chunk
 from platform.plan.layout import Cut, Layout, Mesh
 from platform.plan.model_types import (
+    WIDE_STATES,
     Adapter,
     Operation,
     Parameter,
@@ -43,6 +44,13 @@ _CLASSES: dict[str, type] = {
 _WORDS = {part: word for word, part in _CLASSES.items()}
 # all but what the rest of a plan's operations implies
 _FIELDS = {part: [f.name for f in fields(part) if f.init and f.compare] for part in _WORDS}
+# Fields that plans got later: left out where they say what plans without them did, which so keep their digests.
+_LATER: dict[type, dict[str, Any]] = {
+    Plan: {"stored": WIDE_STATES, "adapters": {}},
+    Planner: {"frozen": ()},
+    Einsum: {"frozen": False},
+    RotaryScaling: {"short": (), "long": ()},
+}
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
 
 
@@ -83,7 +91,10 @@ def _encode_value(value: Any, done: dict[int, Any]) -> Any:
         if (encoded := done.get(id(value))) is None:
             done[id(value)] = encoded = {"is": _WORDS[kind]}
             for name in _FIELDS[kind]:
-                encoded[name] = _encode_value(getattr(value, name), done)
+                if name not in (later := _LATER.get(kind, {})) or getattr(value, name) != later[name]:
+                    encoded[name] = _encode_value(getattr(value, name), done)
+            if kind is Plan:
+                encoded["frozen"] = []  # where plans of earlier versions say it; the planner's are read
         return encoded
     assert isinstance(value, Mapping), f"{kind.__name__} in a plan: one of _CLASSES, if it is a dataclass"
     return {"is": "map", "items": [[_encode_value(k, done), _encode_value(v, done)] for k, v in value.items()]}
@@ -99,7 +110,10 @@ def _decode_value(value: Any) -> Any:
     entries = dict(value)
     if (kind := entries.pop("is")) == "map":
         return {_decode_value(key): _decode_value(item) for key, item in entries["items"]}
-    return _CLASSES[kind](**{name: _decode_value(item) for name, item in entries.items()})
+    decoded = {name: _decode_value(item) for name, item in entries.items()}
+    if kind == "Plan" and (frozen := decoded.pop("frozen", ())):
+        decoded["planner"] = replace(decoded["planner"], frozen=frozen)
+    return _CLASSES[kind](**decoded)
 
 
 def plan_summary(plan: Plan) -> dict[str, Any]:

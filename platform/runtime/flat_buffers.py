@@ -395,10 +395,11 @@ class FlatBucket:
                 joined.append((first, end, [*members, name]))
             else:
                 joined.append((start, end, [name]))
-        memory = self.masters.untyped_storage()
-        memory.resize_(len(self.masters) * self.masters.itemsize)  # no view is made of what has none
+        if self.low is not None:  # no view is made of what has no memory
+            self.masters.untyped_storage().resize_(len(self.masters) * self.masters.itemsize)
         leaves = [(self.masters[i:j].detach().requires_grad_(), members) for i, j, members in joined]
-        memory.resize_(0 if self.low is not None else memory.nbytes())
+        if self.low is not None:
+            self.masters.untyped_storage().resize_(0)
         self.stretches += [leaf for leaf, _ in leaves]
         self._alone.difference_update(*(members for _, members in leaves))
         return leaves

@@ -357,7 +357,8 @@ class Trainer:
             torch._foreach_mul_(gradients, 1 / divisor)  # none where a shard is padding alone
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        self.weights.wait_for_gathers()  # of what no pass has read, whose memory may be the masters' high halves
+        if self.weights.are_masters_split:
+            self.weights.wait_for_gathers()  # of what no pass has read, whose memory is that of high halves
         optimizer.step()
         if self._divides:
             optimizer.grad_scale = None  # nothing of a step lives on

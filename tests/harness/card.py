@@ -36,6 +36,7 @@ from platform.predict.make_plan import make_plan
 from platform.runtime.chunked_loss import LossClasses, Targets, compute_loss_and_gradient
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.runtime.process_groups import ProcessGroups
+from platform.runtime.residual import RANDOM_DRAWN_AT_ONCE
 from platform.train.state_recovery import AT_ONCE
 from platform.train.trainer import Trainer
 from tests.harness.launches import launched, moved
@@ -153,7 +154,7 @@ def alone(
         patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read_numbers", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
-        for known in (AT_ONCE, ADDS_WIDE):
+        for known in (AT_ONCE, ADDS_WIDE, RANDOM_DRAWN_AT_ONCE):
             patch.setitem(known, "card", known["cuda"])  # type: ignore[attr-defined]
         if plan.mesh.world_size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.world_size, store=FakeStore())

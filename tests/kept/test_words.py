@@ -27,8 +27,9 @@ JOURNAL = """
     timing took_over traffic undecided unsaved waiting
 """.split()
 PLAN = """
-    Chunk Collective Conversion Cut Einsum EinsumGroup Layout Mesh Operation Panels Parameter Plan
+    Adapter Chunk Collective Conversion Cut Einsum EinsumGroup Layout Mesh Operation Panels Parameter Plan
     PlannedOperation Planner Recompute RotaryScaling Router Scheme Spec Step
+    StoredStates
 """.split()
 OPERATIONS = """
     attention combine combine_rows concatenate cross_entropy dispatch dispatch_rows dropout einsum expand_kv
@@ -106,6 +107,7 @@ def test_a_renamed_objective_has_the_same_word(rename, name):
     made = objectives.OBJECTIVES[name](shape)
     rename(type(made))
     words = {"causal": "Causal", "masked": "Masked", "pairs": "Pairs", "span_denoising": "SpanDenoising"}
+    words["preference"] = "PreferencePairs"
     assert objective_cache_word(made) == words[name]
 
 
