@@ -26,6 +26,7 @@ NO_FEATURE = {
     "gpu-rules",
     "kubernetes",
     "peft",
+    "trl",
 }  # of tests, of a script, and of the nodes of a cluster
 HARNESS = PACKAGE / "cluster" / "harness_tasks.py"  # is imported where lm-eval is there
 

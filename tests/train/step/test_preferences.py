@@ -82,7 +82,8 @@ def pairs_as_trl_reads_them(words: list[str]) -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("dpo", "sigmoid"), ("ipo", "ipo")])
 def test_a_run_is_what_trl_trains(tmp_path, model, ours, theirs):
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    reason = "trl comes by the extra of that name"
+    trl, datasets = (pytest.importorskip(name, reason=reason) for name in ("trl", "datasets"))
     words = arguments(tmp_path, model, ours)
     rows = pairs_as_trl_reads_them(words)
     library = transformers()
