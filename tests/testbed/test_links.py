@@ -172,6 +172,7 @@ def test_a_node_is_lost_and_starts_anew():
     with Links(nodes=2, rate="1gbit") as links:
         alone = links.start(1, ["setsid", "--fork", "sleep", DAEMON])
         alone.wait()
+        until(lambda: daemons(links._holders[1].pid))  # which is one once it runs its command
         [daemon] = daemons(links._holders[1].pid)
         there = links.start(1, ["sleep", "infinity"])
         assert connects(links, 0, 1)
