@@ -24,7 +24,7 @@ from platform.boundary import refusals
 from platform.boundary.local_files import ReplacedFile
 from platform.boundary.refusals import CommandLine, ConfigError, format_violation, refuse_all, rephrase_refusals
 from platform.boundary.terminal import print_line, show_phase
-from platform.config.fields import Config
+from platform.config.fields import PREFERENCE, Config, training_objective_name
 from platform.config.groups import Data
 from platform.data.tokenizer_files import JSON
 from platform.generate import plan_answers, run_model_command, split_words
@@ -142,8 +142,12 @@ def _measure_tasks(arguments: argparse.Namespace, trained: TrainedModel, overrid
 def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
     """Complete in place the keys of the data on which `platform.evaluate` measures a trained model: the tokenizer is
     the model's, in the folder `tokenizer`, a typed path is read as a whole, and if the model keeps documents `apart`,
-    so does the data. Raises ConfigError if the model has no tokenizer, and text needs one."""
+    so does the data. Raises ConfigError if the model has no tokenizer, and text needs one; and for pairs of answers."""
     data = config.data
+    if training_objective_name(config) == PREFERENCE:
+        reason = "has pairs of answers, and a loss per token is measured on text"
+        legal = [f"data={kind} data.path=FILE" for kind in ("instructions", "text")]
+        raise ConfigError("data.kind", data.kind, reason, legal)
     if "data.tokenizer" not in typed and data.kind != "synthetic":
         if not tokenizer and data.kind != "tokens":
             reason = "there is none beside the model, and one that is trained gives other tokens than it knows"

@@ -199,8 +199,8 @@ def _complete_config(config: Config, arguments: Sequence[str], say: Say) -> list
 def _choose_layout(config: Config, typed: Mapping[str, Any], say: Say) -> list[str]:
     """Choose tensor.layout=auto of a configuration in place, and say it; return a line for each axis without a size."""
     tensor, prefix = config.tensor, "tensor.axes."
-    own = {key.removeprefix(prefix) for key in typed if key.startswith(prefix)}
-    tensor.axes = {name: n for name, n in tensor.axes.items() if name in own or not (own or "tensor.axes" in typed)}
+    sized = {key.removeprefix(prefix) for key in typed if key.startswith(prefix)}
+    tensor.axes = {name: n for name, n in tensor.axes.items() if name in sized or not (sized or "tensor.axes" in typed)}
     unset = [key for key in config.plan.search if key.startswith(prefix)] or ([] if tensor.axes else [f"{prefix}NAME"])
     tensor.layout = None
     if unset:

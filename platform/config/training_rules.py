@@ -456,11 +456,11 @@ def _violations_of_objective(config: Config) -> Iterator[str]:
     data, m = config.data, config.model
     objective, legal = training_objective_name(config), OBJECTIVES[m.kind]
     kinds = _list_source_kinds(data)
-    wanted = {_PAIRED.get(kind, "") for kind in kinds}  # "": any other objective
-    own = objective if objective in _PAIRED.values() else ""
-    if objective not in legal or wanted != {own}:
+    wanted = {_PAIRED.get(kind, "") for kind in kinds}  # "": any objective but those of _PAIRED
+    by_objective = {o: o if o in _PAIRED.values() else "" for o in (*legal, objective)}
+    if objective not in legal or wanted != {by_objective[objective]}:
         only = next(filter(None, sorted(wanted, reverse=True)), "")
-        fitting = [o for o in legal if (o if o in _PAIRED.values() else "") == only]
+        fitting = [o for o in legal if by_objective[o] == only]
         fitting = fitting or [f"model.kind={kind}" for kind, known in OBJECTIVES.items() if only in known]
         if only and len(wanted) > 1:
             fitting = [
@@ -499,6 +499,14 @@ def _violations_of_documents(config: Config) -> Iterator[str]:
             yield format_violation(f"data.{name}", value, f"data.objective={objective} does not read it", [neutral])
 
 
+_WHOLE_PAIRS: dict[str, Any] = {  # key -> the value under which both answers of a pair lie in one row
+    "data.document_mask": True,
+    "data.packing": "best_fit",
+    "data.overlong": "drop",
+    "train.length_ramp": [],
+}
+
+
 def _violations_of_preferences(config: Config) -> Iterator[str]:
     """Yield a refusal line for each setting under which a model does not learn from whole pairs of answers, and for a
     loss of pairs without any."""
@@ -509,12 +517,16 @@ def _violations_of_preferences(config: Config) -> Iterator[str]:
         yield format_violation("train.loss", config.train.loss, constraint, legal)
     if not is_paired:
         return
-    needed = {"data.document_mask": True, "data.packing": "best_fit", "data.overlong": "drop", "train.length_ramp": []}
-    for name, legal_value in needed.items():
+    whole = "data=preferences keeps the two answers of a pair whole"
+    for name, legal_value in _WHOLE_PAIRS.items():
         if attrgetter(name)(config) != legal_value:
-            yield violation_of_key(
-                config, name, "data=preferences keeps the two answers of a pair whole", [legal_value]
-            )
+            yield violation_of_key(config, name, whole, [legal_value])
+    scored = "data=preferences is scored before the first step, as a whole"
+    sources = {f"data.sources.{name}": source for name, source in config.data.sources.items()}
+    streamed = {place: isinstance(source, dict) and source.get("streaming") for place, source in sources.items()}
+    for place, is_streamed in {"data": config.data.streaming, **streamed}.items():
+        if is_streamed:
+            yield format_violation(f"{place}.streaming", True, scored, [False])
 
 
 DATA_RULES = (_violations_of_data, _violations_of_objective, _violations_of_documents, _violations_of_preferences)

@@ -36,8 +36,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line `python -m platform.weights`; return its exit status."""
     parser = build_command_line("weights", __doc__)
-    own: dict[str, Any] = {"action": "append", "default": [], "metavar": "MODULE"}
-    parser.add_argument("--extend", help="a module that registers families of your own", **own)
+    several: dict[str, Any] = {"action": "append", "default": [], "metavar": "MODULE"}
+    parser.add_argument("--extend", help="a module that registers families of your own", **several)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("import", help="make a checkpoint of a model that transformers saved")
     command.set_defaults(run=_import_weights)

@@ -310,9 +310,9 @@ def _open_adapted_weights(
 def check_base(weights: InitialWeights, base: BaseWeights, url: str) -> None:
     """Raise ConfigError unless `weights` are the `base` of the adapters at `url`."""
     with refuse_failures(KEY, weights.url, Refused, OSError):
-        found = weights.describe_base()
-    if found.hash != base.hash:
-        reason = f"the adapters of {url} are of other weights (hash {base.hash}, here {found.hash})"
+        described = weights.describe_base()
+    if described.hash != base.hash:
+        reason = f"the adapters of {url} are of other weights (hash {base.hash}, here {described.hash})"
         raise ConfigError(KEY, weights.url, reason, [f"{KEY}={base.url}"])
 
 

@@ -113,6 +113,9 @@ def test_what_divides_pairs_is_refused():
         compose_config([*words, "data.overlong=split", "train.loss=cross_entropy"])
     keys = {line.partition("=")[0] for line in error.value.violations}
     assert {"data.packing", "data.document_mask", "data.overlong", "train.loss"} <= keys
+    streamed = "+experiment=gpt_quick data=preferences data.path=x data.validation=0 eval.every=0 data.streaming=true"
+    with pytest.raises(ConfigError, match="data.streaming=true: data=preferences is scored .*nearest legal: false"):
+        compose_config(streamed.split())
     c = compose_config("+experiment=gpt_quick data=preferences data.path=x train.loss=ipo".split())
     assert not violations_of_configuration(c) and c.train.loss_settings == {"beta": 0.1, "margin": 0.0}
     with pytest.raises(ConfigError, match="train.loss=dpo: .*nearest legal: .*data=preferences"):

@@ -56,11 +56,12 @@ class PairReferences:
 
     def hand_over(self, crew: Crew, plan: Plan, step: int) -> None:
         """Give the references of all pairs to the workers of a generation that is seated under `plan` and begins after
-        `step`; before the first step its own model makes them. Raises ConfigError if they are lost or damaged."""
+        `step`. Before the first step its own model makes them: an earlier start of the run may have had other weights.
+        Raises ConfigError if they are lost or damaged later."""
         if self._values == {}:
             return
-        if self._values is None:
-            self._values = self._read_or_refuse(step)
+        if self._values is None and step:
+            self._values = self._read_references()
         if self._values is None:
             self._values = self._score_answers(crew, plan)
             local_files.replace_file(self._path, [self._encode(self._values)], durable=True)
@@ -71,14 +72,17 @@ class PairReferences:
         for part in self._run.corpus.parts:
             yield from ((f"{split}/{part.name}", stream) for split, stream in part.streams.items())
 
+    def _count_answers(self) -> dict[str, int]:
+        """Return how many answers the pairs of the run's data have, by split and source."""
+        return {name: len(stream.references) for name, stream in self._streams() if stream.references is not None}
+
     def _score_answers(self, crew: Crew, plan: Plan) -> Scored:
         """Ask the workers' model for the log-probability of every answer of the data, after its prompt."""
         run = self._run
         asked = AskedModel(
             crew.call_ranks, run.config.model, run.corpus.vocabulary, batch_rows(plan), run.corpus.special
         )
-        counts = {name: len(known_document_starts(stream)) for name, stream in self._streams()}  # type: ignore[arg-type]
-        with show_phase("scoring answers by the reference", sum(counts.values()), "answers") as shown:
+        with show_phase("scoring answers by the reference", sum(self._count_answers().values()), "answers") as shown:
             return {name: _score_stream(asked, stream, shown.count_done) for name, stream in self._streams()}
 
     def _encode(self, values: Scored) -> bytes:
@@ -88,20 +92,18 @@ class PairReferences:
         header = {"data": self._run.corpus.digest, "counts": counts, "sha256": sha256}
         return json.dumps(header).encode() + b"\n" + raw
 
-    def _read_or_refuse(self, step: int) -> Scored | None:
-        """Return the references of pairs that the run's directory holds, None before the first step if it holds none.
-        Raises ConfigError if the file is missing later, is damaged, or is of other data."""
+    def _read_references(self) -> Scored:
+        """Return the references of pairs that the run's directory holds. Raises ConfigError for none, for damaged ones,
+        and for another corpus's."""
         try:
             line, _, raw = documents.read_bytes(self._path, _LARGEST).partition(b"\n")
             header = schema.parse_value(_Header, documents.parse_json(line))
-            counts = {name: len(known_document_starts(stream)) for name, stream in self._streams()}  # type: ignore[arg-type]
+            counts = self._count_answers()
             if header.data != self._run.corpus.digest or header.counts != counts:
                 raise Malformed("of other data")
             if header.sha256 != hashlib.sha256(raw).hexdigest() or len(raw) != 8 * sum(counts.values()):
                 raise Malformed("damaged")
         except FileNotFoundError:
-            if not step:
-                return None
             reason = f"has no {FILE}, by which the run that began compares answers with its first weights"
             raise ConfigError("run.dir", str(self._path.parent), reason, ["the directory in which it began"]) from None
         except (Malformed, OSError) as error:

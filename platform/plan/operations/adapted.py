@@ -29,16 +29,16 @@ def _multiply_adapters(
     ops: Any, x: Any, spec: Spec, weights: Sequence[Parameter], outs: Sequence[Spec], counts: Any
 ) -> list[Any]:
     """Return for each of the `weights` what its adapter makes of x, as its type in `outs`; None without one."""
-    found = [ops.adapters.get(w.name) for w in weights]
-    adapters: list[Adapter] = [adapter for adapter in found if adapter]
+    by_weight = [ops.adapters.get(w.name) for w in weights]
+    adapters: list[Adapter] = [adapter for adapter in by_weight if adapter]
     if not adapters:
-        return found
+        return by_weight
     narrow = narrow_type(spec, adapters[0].down)
     x = ops.dropout(adapters[0].down.name, x, spec, adapters[0].dropout)
     hidden = iter(ops.project(x, spec, [a.down for a in adapters], [narrow] * len(adapters), (), counts))
     return [
         a and ops.project(ops.scale(next(hidden), narrow, a.scale), narrow, (a.up,), (out,), (), counts)[0]
-        for a, out in zip(found, outs, strict=True)
+        for a, out in zip(by_weight, outs, strict=True)
     ]
 
 

@@ -42,8 +42,8 @@ class CrossEntropyOp(Op):
         layout, shape = planner.layout(spec), planner.local_shape(spec)
         over = layout["vocab"]
         rows = prod(shape) // shape[spec.dims.index("vocab")]
-        own = operation["loss"] != CROSS_ENTROPY and not is_paired(operation)
-        sums = 3 if operation["smoothing"] or own else 2
+        needs_logit_sums = operation["loss"] != CROSS_ENTROPY and not is_paired(operation)
+        sums = 3 if operation["smoothing"] or needs_logit_sums else 2
         cuts = planner.cuts_among_dims(spec, layout, [d for d in spec.dims if d != "vocab"])
         statistics = [
             *planner.statistics_collectives(over, layout.only, rows, "forward", cuts=cuts),

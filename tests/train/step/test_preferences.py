@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from platform.config.extensions import PairSettings
 from platform.data.corpus import open_run_corpus
 from platform.data.streams import known_document_starts
 from platform.data.tokenizer import train_tokenizer
+from platform.evaluate import main as evaluate
 from platform.launch import compose_config
 from platform.model.losses import _orpo, _simpo
 from platform.runtime.chunked_loss import AnswerSums
@@ -158,7 +160,7 @@ def launched(folder: Path, *words: str, status: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_run_goes_on_with_the_references_that_it_began_with(tmp_path):
+def test_a_run_goes_on_with_the_references_that_it_began_with(tmp_path, monkeypatch, capsys):
     inline = ["cluster=inline", "parallel.data=1", f"data.cache={tmp_path / 'cache'}"]
     printed = launched(tmp_path / "whole", *inline)
     assert "preference/accuracy" in printed and "preference/margin" in printed
@@ -173,7 +175,22 @@ def test_a_run_goes_on_with_the_references_that_it_began_with(tmp_path):
     assert "has no references.bin" in launched(parted, *inline, status=2)
     file.write_bytes(kept)
     launched(parted, *inline)
+    monkeypatch.chdir(parted)
+    assert evaluate(["run"]) == 2
+    assert "data.kind=preferences: has pairs of answers" in capsys.readouterr().err
     assert losses(parted) == losses(tmp_path / "whole") and abs(losses(parted)[0] - np.log(2)) < 1e-9
+
+
+def test_references_are_of_the_weights_that_the_run_takes(tmp_path):
+    """Before the first step nothing that an earlier start has left counts: its weights may have been others."""
+    inline = ["cluster=inline", "parallel.data=1", f"data.cache={tmp_path / 'cache'}", "train.stop_at=1"]
+    launched(tmp_path, *inline)
+    kept = (tmp_path / "run" / "references.bin").read_bytes()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "references.bin").write_bytes(kept)
+    launched(tmp_path, *inline, "seed=1")  # other weights of the same data
+    assert abs(losses(tmp_path)[0] - np.log(2)) < 1e-9
 
 
 @pytest.mark.full
