@@ -38,6 +38,7 @@ from platform.boundary.refusals import (
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import Say, escape_terminal_text, print_line, print_refusals
 from platform.cluster.shown_commands import Command, replace_overrides
+from platform.config.arguments import quote_value
 from platform.config.fields import Config
 from platform.config.key import WORKERS
 from platform.launch import compose_config, compose_sweep
@@ -50,7 +51,7 @@ from platform.predict.hardware import Hardware, format_fitted_file
 from platform.predict.make_plan import list_refusals, make_plan
 from platform.predict.plan_report import render_explanation
 from platform.predict.plan_screen import closing_blocks, explain_config, find_fitting_change, format_screen
-from platform.predict.step_price import choose_pricing_hardware, draw_step, read_chosen_hardware, read_hardware
+from platform.predict.step_price import choose_pricing_hardware, draw_step, read_hardware, set_hardware_device
 from platform.predict.tier_traffic import NetworkTiers
 
 MOST_TOKENS = 10**18  # of a run: a million times any run's
@@ -349,9 +350,9 @@ def _print_sweep(arguments: argparse.Namespace) -> int:
     from platform.predict.sweep_prices import dump_prices, format_prices, price_job
 
     system = read_system(arguments.system or "ours")
-    jobs, prices, names = compose_sweep(arguments.overrides, arguments.config_dir), [], []
+    jobs, prices, names = compose_sweep(_add_hardware(arguments, arguments.overrides), arguments.config_dir), [], []
     for words, (_, config) in zip(list_swept_arguments([words for words, _ in jobs]), jobs, strict=True):
-        _set_hardware(arguments, config)
+        _set_device(arguments, config)
         hardware = _choose_hardware(arguments.hardware, config)
         names.append(hardware.name)
         prices.append(price_job(words, config, _plan_config(arguments, config), hardware, system))
@@ -371,18 +372,23 @@ def _refuse_workers(config: Config, plan: Plan, workers: int) -> NoReturn:
 def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str], say: Say = lambda _: None) -> Config:
     """Return the configuration of the plan command's overrides, on its --hardware, if any, which plans for its kind of
     device; `say`: gets notes."""
-    config = compose_config(overrides, arguments.config_dir, say=say)
-    _set_hardware(arguments, config)
+    config = compose_config(_add_hardware(arguments, overrides), arguments.config_dir, say=say)
+    _set_device(arguments, config)
     return config
 
 
-def _set_hardware(arguments: argparse.Namespace, config: Config) -> None:
-    """Set the hardware of the command line, if any, and its kind of device in a configuration, in place."""
+def _add_hardware(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """Return overrides with the plan command's --hardware, if any, for which composition chooses what is left open."""
+    if arguments.hardware:
+        read_hardware(arguments.hardware)  # refuses it by the name of the option
+    return [*overrides, *([f"cluster.hardware={quote_value(arguments.hardware)}"] if arguments.hardware else [])]
+
+
+def _set_device(arguments: argparse.Namespace, config: Config) -> None:
+    """Set the kind of device of the hardware of the command line, if any, in a configuration, in place."""
     if arguments.hardware:
         _choose_hardware(arguments.hardware, config)  # refuses it by the name of the option
-        config.cluster.hardware = arguments.hardware
-    if (chosen := read_chosen_hardware(config)) and chosen.ahead and config.cluster.device == "auto":
-        config.cluster.device = "cuda"
+    set_hardware_device(config)
 
 
 def _print_differing_predictions(arguments: argparse.Namespace) -> int:

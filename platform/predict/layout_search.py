@@ -13,22 +13,27 @@ from platform.config.layout_rules import KNOWN_DIMS, parse_layout
 from platform.plan.plan import Plan
 from platform.predict.make_plan import list_refusals, make_plan
 from platform.predict.memory_budget import predict_peak_bytes
-from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, step_price
+from platform.predict.step_price import (
+    choose_pricing_hardware,
+    memory_of_worker,
+    set_hardware_device,
+    step_price,
+    violations_of_hardware,
+)
 
 FOLLOWING = {"kv_heads", "memory_length", "experts", "slots"}  # dims that are split as another is, or by another key
 
 
 def choose_layout(config: Config) -> str | None:
     """Return the layout over tensor.axes with the quickest predicted step, one that fits the memory if any does; "" if
-    it splits nothing; None if other keys are illegal."""
-    base = _lay_out(config, "")
-    if list_refusals(base):
+    none splits anything; None if other keys are illegal."""
+    if violations_of_hardware(config) or list_refusals(base := _lay_out(config, "")):
         return None
     plan, hardware = make_plan(base), choose_pricing_hardware(config)
     priced = []
     for layout in iterate_layouts(plan, config.tensor.axes):
         candidate = _lay_out(config, layout)
-        if not list_refusals(candidate):
+        if layout and not list_refusals(candidate):
             laid_out = make_plan(candidate)
             fits = predict_peak_bytes(candidate, laid_out) <= memory_of_worker(config, 0, hardware)
             priced.append((not fits, step_price(candidate, laid_out, hardware).seconds, layout))
@@ -62,4 +67,5 @@ def _lay_out(config: Config, layout: str) -> Config:
     copied.tensor.layout, copied.tensor.order = layout, list(config.tensor.axes)
     copied.tensor.regions, copied.tensor.parameters = parse_layout(layout, config.tensor.axes) if layout else ({}, {})
     copied.parallel.data = max(1, config.parallel.data)
+    set_hardware_device(copied)
     return copied

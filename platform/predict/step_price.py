@@ -121,6 +121,12 @@ def violations_of_hardware(config: Config) -> list[str]:
     return []
 
 
+def set_hardware_device(config: Config) -> None:
+    """Set the kind of device of a configuration in place, if it is open and cluster.hardware has only one kind."""
+    if (chosen := read_chosen_hardware(config)) and chosen.ahead and config.cluster.device == AUTO:
+        config.cluster.device = "cuda"
+
+
 def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None:
     """Return the hardware of a run's workers: the one of cluster.hardware, or of their `device` (cpu | cuda) and `gpu`;
     None if no file describes it, or its speed in the run's precision."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import pytest
 
 from platform.boundary.refusals import ConfigError
+from platform.config.composition import CONF
 from platform.launch import compose_config
+from platform.plan.__main__ import main
 from platform.plan.layout import DIMS
 from platform.predict.make_plan import list_refusals, make_plan
 from platform.predict.step_price import choose_pricing_hardware, step_price
@@ -91,3 +94,36 @@ def test_it_trains(tmp_path):
     words = f"+experiment=gpt_quick tensor=layout tensor.axes.a=2 tensor.layout=auto {small} {rest}".split()
     done = in_this_process(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["--hardware"], []], ids=["option", "key"])
+def test_the_layout_is_the_best_on_the_named_hardware(words, tmp_path, capsys):
+    """Links that cost nothing split the length, others the batch: by the option of the plan command as by the key."""
+    common = ["+experiment=gpt_quick", "tensor=layout", "tensor.axes.a=4", "tensor.layout=auto", "parallel.data=1",
+              "model.d_model=512", "model.heads=8", "train.microbatch=256", "train.global_batch=256"]  # fmt: skip
+    chosen = {}
+    for bandwidth in ("1e18", "1e11"):
+        file = tmp_path / f"{bandwidth}.yaml"
+        file.write_text(f"like: h100\nnode: {{bandwidth: {bandwidth}, latency: 1e-12, hop: 1e-12}}\n")
+        assert main([*common, *words, str(file) if words else f"cluster.hardware={file}"]) == 0
+        chosen[bandwidth] = capsys.readouterr().err.partition(":")[0]
+    assert chosen == {"1e18": "tensor.layout=length", "1e11": "tensor.layout=batch"}
+
+
+def test_mistakes_of_the_hardware_are_named_beside_an_open_layout(tmp_path, capsys):
+    """As without it: by the option or by the key, and never that no dim can be split."""
+    common = ["+experiment=gpt_quick", "tensor=layout", "tensor.axes.a=2", "tensor.layout=auto"]
+    h100 = (CONF / "hardware" / "h100.yaml").read_text()
+    (tmp_path / "narrow.yaml").write_text(re.sub("peaks: .*", "peaks: {fp16: 9e14}", h100))
+    for name, constraint in (("nowhere", "there is no such file"), ("narrow.yaml", "its peaks lack fp32")):
+        for words in (["--hardware", str(tmp_path / name)], [f"cluster.hardware={tmp_path / name}"]):
+            assert main([*common, "precision=fp32", *words]) == 2
+            assert constraint in (refused := capsys.readouterr().err) and "hardware" in refused.partition(":")[2]
+
+
+def test_slow_links_split_something_too(tmp_path):
+    """Who sets an axis splits a dim over it, though a plan that splits nothing would be quicker."""
+    file = tmp_path / "slow.yaml"
+    file.write_text("like: h100\nnode: {bandwidth: 1e3}\n")
+    axis = ["+experiment=gpt_quick", "tensor=layout", "tensor.axes.a=4", "tensor.layout=auto", "parallel.data=1"]
+    assert compose_config([*axis, f"cluster.hardware={file}"]).tensor.layout == "batch:a"
