@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from platform.data.corpus import Corpus
 
 SPLITS = ("validation", "train")
+SAMPLES = 64  # that a refusal proposes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +103,7 @@ def _measure_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> d
             (folder / name).write_bytes(raw)
         apart = trained.model.within_documents and "data.document_mask" not in typed
         tokenizer = str(folder) if JSON in trained.files else ""
-        complete = partial(_complete_data, typed=typed, tokenizer=tokenizer, apart=apart)
+        complete = partial(_complete_data, typed=typed, tokenizer=tokenizer, apart=apart, samples=arguments.samples)
         with rephrase_refusals(lambda line: line.replace(str(folder), trained.url)):  # it is the model's own
             planned = plan_answers(trained, overrides, arguments.config_dir, trained.data or Data(), complete)
             if arguments.bleu:
@@ -139,11 +140,14 @@ def _measure_tasks(arguments: argparse.Namespace, trained: TrainedModel, overrid
     return {"tasks": task_results}
 
 
-def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool) -> None:
+def _complete_data(config: Config, typed: dict[str, Any], tokenizer: str, apart: bool, samples: int) -> None:
     """Complete in place the keys of the data on which `platform.evaluate` measures a trained model: the tokenizer is
     the model's, in the folder `tokenizer`, a typed path is read as a whole, and if the model keeps documents `apart`,
-    so does the data. Raises ConfigError if the model has no tokenizer, and text needs one; and for pairs of answers."""
+    so does the data. Raises ConfigError if the model has no tokenizer, and text needs one; for pairs of answers; and
+    for random tokens without a number of `samples`, as there is no end of them."""
     data = config.data
+    if data.kind == "synthetic" and not samples:
+        raise ConfigError("--samples", samples, "data=synthetic has no end", [SAMPLES])
     if training_objective_name(config) == PREFERENCE:
         reason = "has pairs of answers, and a loss per token is measured on text"
         legal = [f"data={kind} data.path=FILE" for kind in ("instructions", "text")]

@@ -130,4 +130,6 @@ def test_a_folder_without_a_tokenizer_is_measured_on_tokens(tmp_path, capsys):
     assert evaluate([str(folder), "data=stdlib", "--samples", "2"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("evaluate: data.tokenizer=: there is none beside the model")
+    assert evaluate([str(folder), "data=synthetic"]) == 2, "it measured on without an end"
+    assert capsys.readouterr().err == "evaluate: --samples=0: data=synthetic has no end; nearest legal: 64\n"
     assert evaluate([str(folder), "data=synthetic", "--samples", "2"]) == 0

@@ -147,6 +147,7 @@ import --drop=nothing
 checkpoint --only=embeding
 checkpoint --only=x
 checkpoint URL=nowhere://a
+evaluate
 evaluate --samples=-1
 evaluate --beams=0
 evaluate --shots=-1
