@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from platform.launch import CONF, compose_config
+from platform.plan.model_types import PAIR_LOSSES
 from platform.predict.make_plan import make_plan
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
@@ -64,6 +65,16 @@ def test_every_file_says_what_it_is_and_composes(chosen, tmp_path):
         if option == "from_hf":
             written(tmp_path / "hf", "gpt2")
         compose_config([f"{group}={option}", *own])
+
+
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
+def test_a_preference_names_its_data_and_its_loss(loss):
+    assert sorted([*PAIR_LOSSES, "none"]) == sorted(option for group, option in OPTIONS if group == "preference")
+    spelled = compose_config(["+experiment=gpt_quick", "data=preferences", f"train.loss={loss}"])
+    assert compose_config([f"preference={loss}", "+experiment=gpt_quick"]) == spelled
+    own = compose_config([f"preference={loss}", "+experiment=preferences", "train.loss_settings.beta=0.3"])
+    assert (own.train.loss, own.train.loss_settings["beta"], own.optimizer.lr) == (loss, 0.3, 1e-6)
+    assert compose_config(["+experiment=preferences", "train.loss=ipo"]).train.loss == "ipo"
 
 
 def size(model: str) -> int:

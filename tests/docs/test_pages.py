@@ -33,6 +33,7 @@ OPTIONS = {  # Hydra group -> the page whose table has a row for each of its opt
     "cluster": "clusters.md",
     "experiment": "experiments.md",
     "data": "data.md",
+    "preference": "preferences.md",
     "monitor": "watching.md",
 }
 
