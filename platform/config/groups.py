@@ -419,7 +419,7 @@ class Model:
     """Kind, sizes and parts of the model."""
 
     source: str = key(
-        "", "model=from_hf: the folder that transformers saved, or its URL; keys are read from it", path=()
+        "", "a folder that transformers saved, or a checkpoint, or its URL, of which the model keys are read", path=()
     )
     kind: str = key("decoder", "the model", ("decoder", "encoder", "encoder_decoder", "two_layer"), open=True)
     layers: int = key(2, "Transformer layers; encoder_decoder: in each of its two stacks", ">= 1", most=1000)

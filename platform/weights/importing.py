@@ -45,7 +45,7 @@ from platform.model.tuning import find_adapters
 from platform.optimizer.optimizers import AVERAGE
 from platform.weights import FROM_HF, tensor_names
 from platform.weights.config_keys import QUANTISED
-from platform.weights.model_folder import CONFIG, Place, SavedModel
+from platform.weights.model_folder import CONFIG, Place, SavedModel, is_saved_model
 from platform.weights.stored_adapters import BaseWeights, StoredAdapters, parse_stored_tune, read_base
 from platform.weights.tensor_names import HfTensor, find_family, functional_keys, list_parameters, parse_stored_model
 
@@ -79,8 +79,8 @@ def keys_of_saved_model(saved: SavedModel) -> dict[str, Any]:
 
 
 def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
-    """Set the model keys of a configuration in place as the saved model at its `model.source` has them, except keys
-    that the user typed (`typed`: key -> value), and train.init and data.tokenizer where they are not set; then clear
+    """Set the model keys of a configuration in place as the model at its `model.source` has them, except keys that the
+    user typed (`typed`: key -> value), and train.init and data.tokenizer where they are not set; then clear
     `model.source`. Return one line per mistake."""
     source, named = config.model.source, config.model.kind == FROM_HF
     config.model.kind = "decoder" if named else config.model.kind
@@ -88,20 +88,35 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
         line = format_violation("model.source", "", "model=from_hf needs a folder that transformers saved", ["FOLDER"])
         return [line] if named else []
     try:
-        source_model_keys = source_keys(source, "model.source")
+        source_model_keys, place = _read_source(source)
     except ConfigError as error:
         return error.violations
     for key, value in source_model_keys.items():
         if f"model.{key}" not in typed:
             setattr(config.model, key, value)
-    config.train.init, config.model.source = config.train.init or source, ""
+    config.train.init, config.model.source = config.train.init or place, ""
     said = "data.tokenizer" in typed or config.data.tokenizer != "train" or config.data.kind == "synthetic"
-    return [] if said else _set_or_refuse_source_tokenizer(config, source)
+    return [] if said else _set_or_refuse_source_tokenizer(config, place)
+
+
+def _read_source(source: str) -> tuple[dict[str, Any], str]:
+    """Return the keys of the model at `model.source`, and its place: a folder that transformers saved, or a checkpoint
+    of ours, by itself or as the newest good one of a storage. Raises ConfigError."""
+    shown = strip_url_secrets(source)
+    with refuse_failures("model.source", shown, Refused, OSError):
+        if is_saved_model(source):
+            return source_keys(source, "model.source"), source
+        none_reason = f"holds neither a checkpoint nor a {CONFIG}"
+        _, name, manifest = catalogue.select_checkpoint(source, "model.source", none_reason=none_reason)
+    with rephrase_refusals(lambda line: format_violation("model.source", shown, line)):
+        stored_keys = {**vars(parse_stored_model(manifest.meta.identity)), "source": "", "within_documents": False}
+    folder = source.rstrip("/")
+    return stored_keys, folder if folder.endswith(name) else f"{folder}/{name}"
 
 
 def _set_or_refuse_source_tokenizer(config: Config, source: str) -> list[str]:
-    """Set data.tokenizer in place to the one that transformers saved beside the model at `source`; return a refusal
-    line if none is, and one is needed: data=tokens needs none, and with data.foreign_tokenizer any does."""
+    """Set data.tokenizer in place to the one that lies beside the model at `source`; return a refusal line if none
+    does, and one is needed: data=tokens needs none, and with data.foreign_tokenizer any does."""
     folder = source.rstrip("/").rpartition("/")[0] if source.rstrip("/").endswith(".safetensors") else source
     if not has_tokenizer(folder):
         if config.data.kind == "tokens" or config.data.foreign_tokenizer:

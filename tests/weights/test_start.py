@@ -14,6 +14,7 @@ from platform.boundary.local_files import LocalStorage
 from platform.checkpoint import catalogue
 from platform.checkpoint.moves import read_tensor
 from platform.config.fields import Config, Model
+from platform.launch import compose_config
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator
 from platform.train.training_state import RankTrainingState
@@ -103,6 +104,28 @@ def trained(cwd: Path, *arguments: str, status: int = 0) -> str:
     done = in_this_process(*RUN, *arguments, cwd=cwd)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def test_a_run_starts_where_another_has_ended(tmp_path, capsys):
+    """model.source may be a checkpoint of ours: its sizes, its weights and its tokenizer, under another plan."""
+    text = tmp_path / "text.txt"
+    text.write_text("every worker knows its place in the mesh.\n" * 200)
+    read = ["data=text", f"data.path={text}", f"data.cache={tmp_path}/cache", "model.length=16"]
+    fast = ["train.steps=20", "optimizer.lr=0.03", "optimizer.warmup_steps=1"]
+    trained(tmp_path, *read, "model.layers=1", "model.d_model=24", "model.heads=3", "model.vocab=270", *fast)
+    [*_, checkpoint] = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for source in (tmp_path / "run" / "checkpoints", checkpoint):
+        config = compose_config([*RUN, *read, f"model.source={source}", "data.document_mask=true"])
+        assert (config.model.d_model, config.model.vocab, config.model.within_documents) == (24, 270, True)
+        assert config.train.init == config.data.tokenizer == str(checkpoint)
+    own = ["run.dir=other", f"model.source={checkpoint.parent}", *fast, "train.steps=1"]
+    trained(tmp_path, *read, *own)
+    before, after = (json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+                     for name in ("run", "other"))  # fmt: skip
+    assert max(before, after) < 4, "random weights have a loss of 5.6"
+    (tmp_path / "empty").mkdir()
+    line = trained(tmp_path, *read, "model.source=empty", status=2)
+    assert line.startswith(f"config: model.source={tmp_path}/empty: holds neither a checkpoint nor a config.json; ")
 
 
 def journal(cwd: Path) -> list[dict]:
