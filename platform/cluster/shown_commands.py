@@ -94,8 +94,10 @@ def list_next_commands(config: Config, command: Command, vocabulary: Vocabulary 
             choose_family(config.model)
             lines.insert(0, f"weights export {shlex.join([storage, f'{run_dir}/transformers'])}  # for transformers")
         if vocabulary and config.model.kind in WRITING:
-            prompt = "def" if config.data.kind == "stdlib" else "The"
-            chats = config.data.kind == "instructions" and vocabulary.has_chat
+            data, prompt = config.data, "def" if config.data.kind == "stdlib" else "The"
+            if data.kind != "preferences" and (data.validation or data.validation_path):
+                lines.insert(0, f"evaluate {shlex.quote(run_dir)}  # its loss on what was held out")
+            chats = data.kind in ("instructions", "preferences") and vocabulary.has_chat
             flags = ["--chat"] if chats else DRAWN if config.model.kind == "decoder" else []
             lines.insert(0, f"generate {shlex.join([run_dir, prompt, *flags])}  # ask it for text")
     lines = [f"{typed_command(name)} {rest}" for name, _, rest in (line.partition(" ") for line in lines)]

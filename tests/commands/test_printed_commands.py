@@ -13,6 +13,7 @@ import pytest
 
 from platform.api import _FromPython
 from platform.cluster.shown_commands import Command, list_next_commands
+from platform.evaluate import main as evaluate
 from platform.generate import main as generate
 from platform.launch import compose_config, main
 from platform.monitor import MetricsLog
@@ -38,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-PROGRAMS = {"launch": main, "generate": generate, "weights": convert, "report": write_page}
+PROGRAMS = {"launch": main, "generate": generate, "evaluate": evaluate, "weights": convert, "report": write_page}
 
 
 def printed(out: str, name: str = "launch") -> list[str]:
@@ -69,10 +70,10 @@ def test_what_comes_next_is_run_as_printed(folder, monkeypatch, capsys):
     words = {name: printed(done.stdout, name) for name in PROGRAMS}
     assert {*own, *text, *SIZES, "cluster=inline"} <= {*words["launch"]}, "what was typed is typed again"
     shown = {}
-    for name in ("generate", "weights", "report", "launch"):
+    for name in ("generate", "evaluate", "weights", "report", "launch"):
         assert PROGRAMS[name](words[name]) == 0, name
         shown[name] = capsys.readouterr().out
-    assert shown["generate"].strip() and (run / "report.html").exists()
+    assert shown["generate"].strip() and "bits/byte" in shown["evaluate"] and (run / "report.html").exists()
     assert (run / "transformers" / "model.safetensors").exists()
     assert "continues after step 2" in shown["launch"] and losses(run).keys() == {1, 2, 3, 4}
 
@@ -91,12 +92,13 @@ def test_a_shell_runs_the_next_lines(folder):
 
 
 NEXT = {  # what a run has -> programs that are of use for it
-    ("data=text", "data.path=."): ["generate", "weights", "report", "launch"],
+    ("data=text", "data.path=."): ["generate", "evaluate", "weights", "report", "launch"],
+    ("data=text", "data.path=.", "data.validation=0", "eval.every=0"): ["generate", "weights", "report", "launch"],
     ("data=synthetic",): ["weights", "report", "launch"],  # no tokenizer
     ("checkpoint.last=false",): ["report"],
-    ("checkpoint.last=false", "train.stop_at=2"): ["generate", "weights", "report", "launch"],
+    ("checkpoint.last=false", "train.stop_at=2"): ["generate", "evaluate", "weights", "report", "launch"],
     ("model.kind=encoder", "monitor.sample=0"): ["report", "launch"],
-    ("model.experts=2", "model.capacity_factor=1.5"): ["generate", "report", "launch"],  # of no family
+    ("model.experts=2", "model.capacity_factor=1.5"): ["generate", "evaluate", "report", "launch"],  # of no family
     ("checkpoint.url=s3://me:hunter2@bucket/x",): ["report", "launch"],  # who reads it needs the secret again
 }
 
@@ -114,6 +116,16 @@ def test_next_is_what_such_a_run_has_a_use_for(typed, monkeypatch):
     if "launch" in NEXT[typed]:
         config = compose_config(printed(lines[-1]))
         assert config.train.stop_at or config.train.steps == (300 if "train.stop_at=2" in typed else 600)
+
+
+@pytest.mark.parametrize(
+    ("kind", "programs"), [("instructions", ["generate", "evaluate"]), ("preferences", ["generate"])]
+)
+def test_what_learned_to_answer_is_asked_as_a_chat(kind, programs):
+    config = compose_config([QUICK, f"data={kind}", "data.path=x.jsonl"])
+    lines = list_next_commands(config, Command([QUICK]), SimpleNamespace(has_chat=True))
+    assert [line.split()[2].removeprefix("platform.") for line in lines[: len(programs)]] == programs
+    assert " The --chat " in lines[0] and lines[len(programs)].startswith("python -m platform.weights export")
 
 
 @pytest.mark.parametrize(("nodes", "first"), [(1, "torchrun --nproc-per-node 4 -m"), (2, "python -m")])
