@@ -530,6 +530,9 @@ class Model:
         0, "positions=learned: rows of the table, if sequences are also shorter: set by train.length_ramp", ">= 0",
     )  # fmt: skip
     attention_scale: float = key(0.0, "factor on attention's scores; 0 = 1 / sqrt(d_kv)", ">= 0", most=1e6)
+    attention_cap: float = key(
+        0.0, "soft cap of attention's scores s, cap * tanh(s / cap) in their place; 0 = none", ">= 0", most=1e6
+    )
     attention_sinks: bool = key(False, "each head may attend to nothing, by a learned score of its own")
     query_key_norm: bool = key(False, "RMSNorm of queries and keys")
     query_key_norm_over: str = key("head", "what one such norm spans: a head, or all heads", ("head", "heads"))
@@ -544,6 +547,9 @@ class Model:
     head_transform: bool = key(False, "a layer, activation and norm before the output projection, as in BERT")
     head_bias: bool = key(False, "the output projection has a bias")
     logit_scale: float = key(1.0, "factor on the logits, before model.head_bias is added", "> 0", most=1e6)
+    logit_cap: float = key(
+        0.0, "soft cap of the logits y, cap * tanh(y / cap) in their place; 0 = none", ">= 0", most=1e6
+    )
     label_smoothing: float = free_key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
     settings: dict[str, Any] = declare_user_settings_key("model")
 

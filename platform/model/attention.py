@@ -80,7 +80,7 @@ class LatentAttention(Residual):
             (f"{name}.value_core", v, value, core),
         )
         more: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": mask, "begins": begins}
-        more |= {"scale": self.scale, "bias": bias, "width": self.width}
+        more |= {"scale": self.scale, "bias": bias, "width": self.width, "cap": self.config.attention_cap}
         a = ops.attention(name, q, k, v, s.core_query, s.core_query, **more)
         a = ops.relayout(f"{name}.context", a, core, value)
         (y,) = ops.project(a, value, (self.output,), (s.stream,))
@@ -185,6 +185,7 @@ class Attention(Residual):
         if self.cross:
             k, v = ops.recall(self.name, k, v, m.core_key)
         hides: dict[str, Any] = {"causal": self.causal, "window": self.window, "mask": mask, "begins": begins}
+        hides |= {"cap": self.config.attention_cap}
         a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, self.sink, scale=self.scale, bias=bias, **hides)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
         (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)

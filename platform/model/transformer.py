@@ -98,11 +98,14 @@ class Head(Layer):
 
     def compute_logits(self, ops: Ops, x: Any) -> Any:
         """Return the logits [length, batch, vocab] of the Transformer's last stream x [length, batch, d_model]."""
-        return ops.project(x, self.spec, (self.table,), (LOGITS,), (self.bias,) if self.bias else ())[0]
+        (y,) = ops.project(x, self.spec, (self.table,), (LOGITS,), (self.bias,) if self.bias else ())
+        if cap := self.config.logit_cap:
+            y = ops.scale(ops.pointwise("tanh", ops.scale(y, LOGITS, 1 / cap)), LOGITS, cap)
+        return y
 
     def compute_loss(self, ops: Ops, x: Any, labels: Any) -> Any:
         """Return the summed loss of the Transformer's last stream x against the data tensor `labels`."""
-        more = labels, self.config.label_smoothing, self.bias
+        more = labels, self.config.label_smoothing, self.bias, self.config.logit_cap
         return ops.linear_cross_entropy("loss", x, self.spec, self.table, LOGITS, *more)
 
 

@@ -312,7 +312,7 @@ class AttentionTraits:
     """All of one fused attention on which depends whether a kernel computes it. `bias`: a learned bias is added to the
     scores; `mask`: padding, what lies before a window or in other documents is hidden; `dropout`: probability with
     which the kernel drops; `grouped`: K and V come with fewer heads than Q; `deterministic`: sums are to be taken in a
-    fixed order; `d_value`: the d_kv of V if it is another, else 0."""
+    fixed order; `d_value`: the d_kv of V if it is another, else 0; `capped`: a soft cap bends the scores."""
 
     precision: str
     d_kv: int
@@ -322,6 +322,7 @@ class AttentionTraits:
     grouped: bool = False
     deterministic: bool = False
     d_value: int = 0
+    capped: bool = False
 
     @property
     def has_wide_dtype(self) -> bool:
@@ -332,6 +333,7 @@ class AttentionTraits:
 # (kernels, kind of device, the attention that they refuse there, why)
 _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object], str], ...] = (
     (("cudnn", "efficient"), "cpu", lambda t: True, "does not run"),
+    *((KERNELS[1:-1], kind, lambda t: t.capped, "has no cap of scores: model.attention_cap=0") for kind in PREFERRED),
     (("flash",), "cpu", lambda t: t.dropout, "draws no dropout masks, as model.fused_dropout=true asks for"),
     (("flash",), "cpu", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
     (("cudnn",), "cuda", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),

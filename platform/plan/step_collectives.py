@@ -267,6 +267,7 @@ def attention_traits(plan: Plan, fused: PlannedOperation, rate: float, determini
         grouped=_has_grouped_heads(plan, operation.name),
         deterministic=deterministic,
         d_value=0 if d_value == d_kv else d_value,
+        capped="cap" in dict(operation.attributes),
     )
 
 

@@ -90,6 +90,8 @@ CALLS_OF_KERNEL, CALLS_OF_BLOCK = 27, 35
 SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
 # Of one kernel of attention: its backward pass computes the scores again, five products for two, at a lower speed.
 FUSED_BACKWARD = 2.5 / 0.8
+# a soft cap has no fused kernel: times that each score, in the type of statistics, is read or written in both passes
+CAPPED = 12, 34
 
 
 @dataclass(frozen=True)
@@ -396,9 +398,12 @@ def _attention_work(
     flops = attention_flops(plan.planner, operation)
     count = prod(plan.local_shape(operation.inputs[0])) * plan.itemsize["compute"]
     forward, backward = OPERATIONS[operation.kind].memory_accesses
+    query, value = (dict(zip(t.dims, plan.local_shape(t), strict=True)) for t in operation.inputs[:3:2])
+    scores = flops / (2 * (query["d_kv"] + value["d_kv"])) * plan.itemsize["accumulate"]
+    bent, bent_again = (scores * n for n in (CAPPED if "cap" in dict(operation.attributes) else (0, 0)))
     return (
-        Part(fused=flops, bytes=count * (forward + more / 3), kernels=1, collectives=sides["forward"]),
-        Part(fused=FUSED_BACKWARD * flops, bytes=count * (backward + more * 2 / 3), kernels=3,
+        Part(fused=flops, bytes=count * (forward + more / 3) + bent, kernels=1, collectives=sides["forward"]),
+        Part(fused=FUSED_BACKWARD * flops, bytes=count * (backward + more * 2 / 3) + bent_again, kernels=3,
              collectives=sides["backward"]),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from platform.plan.layout import NONE, Pair, Stretch, place_stretches
 from platform.plan.model_types import MATH, AttentionTraits, resolve_auto_kernel
 from platform.runtime.positions import additive_mask
-from platform.runtime.statistics import widen_dtype
+from platform.runtime.statistics import cap_softly, slope_of_cap, widen_dtype
 
 _ATEN = torch.ops.aten
 _PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -35,13 +35,15 @@ _ROWS_OF_MASK = 16  # and its mask begins every row at a multiple of so many num
 class Scores(NamedTuple):
     """All that makes the scores of a pair beside q and k: `scale`; `causal`: a query sees the keys up to its own place,
     and there are as many; `hidden`, bool, True where a key is not seen; a learned `bias` added to them; and `factor`,
-    by which dropout multiplies their probabilities. Each tensor broadcasts to [batch, heads, length, memory_length]."""
+    by which dropout multiplies their probabilities; `cap`: soft cap of scores, before a bias is added; 0: none. Each
+    tensor broadcasts to [batch, heads, length, memory_length]."""
 
     scale: float
     causal: bool = False
     hidden: Tensor | None = None
     bias: Tensor | None = None
     factor: Tensor | None = None
+    cap: float = 0.0
 
 
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]  # q, k, v: [batch, heads, length, d_kv], k and v perhaps of fewer heads
@@ -184,11 +186,16 @@ def _rows_by_key_head(x: Tensor, k: Tensor) -> Tensor:
     return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
-def _compute_scores(qkv: QueryKeyValue, scores: Scores) -> Tensor:
-    """Return the scores of a pair [batch, heads, length, memory_length], in the type of statistics."""
+def _compute_products(qkv: QueryKeyValue, scores: Scores) -> Tensor:
+    """Return the capped products of a pair [batch, heads, length, memory_length], in the type of statistics."""
     q, k, _ = qkv
     products = _rows_by_key_head(widen_dtype(q) * scores.scale, k) @ widen_dtype(k).mT
-    score_matrix = products.view(*q.shape[:3], k.shape[2])
+    return cap_softly(products.view(*q.shape[:3], k.shape[2]), scores.cap)
+
+
+def _compute_scores(qkv: QueryKeyValue, scores: Scores) -> Tensor:
+    """Return the scores of a pair [batch, heads, length, memory_length], in the type of statistics."""
+    q, score_matrix = qkv[0], _compute_products(qkv, scores)
     if scores.bias is not None:
         score_matrix += widen_dtype(scores.bias)
     if scores.causal:
@@ -220,9 +227,12 @@ def _math_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores:
     if scores.factor is not None:
         dp *= scores.factor
     ds = p.mul_(dp.sub_((wide * out).sum(-1, keepdim=True)))
+    dbias = () if scores.bias is None else (ds.sum_to_size(scores.bias.shape),)
+    if scores.cap:
+        ds *= slope_of_cap(_compute_products(qkv, scores), scores.cap)
     dq = (_rows_by_key_head(ds, k) @ widen_dtype(k)).view(q.shape).mul_(scores.scale)
     dk = (_rows_by_key_head(ds, k).mT @ _rows_by_key_head(widen_dtype(q), k)).mul_(scores.scale)
-    return (dq, dk, dv) if scores.bias is None else (dq, dk, dv, ds.sum_to_size(scores.bias.shape))
+    return dq, dk, dv, *dbias
 
 
 def finite_log_sum_exp(lse: Tensor) -> Tensor:

@@ -33,8 +33,10 @@ from platform.runtime.statistics import (
     add_gradient,
     add_local_gradient_sum,
     can_accumulate,
+    cap_softly,
     compute_and_add_gradient,
     open_gradient_adder,
+    slope_of_cap,
     widen_dtype,
 )
 
@@ -94,7 +96,7 @@ class LossClasses:
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
     spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
     compiles a function (`platform.runtime.compilation.compile_region`), None: all run eagerly, on a chunk of rows at a
-    time; `pairs`: a loss of pairs of answers in place of cross-entropy."""
+    time; `pairs`: a loss of pairs of answers in place of cross-entropy; `cap`: soft cap of the logits, 0: none."""
 
     over: tuple[str, ...]
     first: int
@@ -103,6 +105,7 @@ class LossClasses:
     loss: TokenLoss | None = None
     region: Region | None = None
     pairs: LossOfPairs | None = None
+    cap: float = 0.0
 
     @property
     def needs_logit_sums(self) -> bool:
@@ -147,12 +150,14 @@ def _differentiate_compiled(
     added_at_label: Tensor,
     probability_factor: Tensor | None,
     added_everywhere: Tensor | None,
+    cap: float,
 ) -> None:
     """Replace `logits` by the loss's gradient as `_overwrite_logits_with_gradient` does, in one kernel if compiled."""
     exponential = (widen_dtype(logits) - shift).exp()
     p = exponential if probability_factor is None else exponential * probability_factor
     target = torch.arange(logits.shape[1], device=logits.device) == column
-    logits.copy_(torch.where(target, p + added_at_label, p if added_everywhere is None else p + added_everywhere))
+    gradient = torch.where(target, p + added_at_label, p if added_everywhere is None else p + added_everywhere)
+    logits.copy_(gradient * (1 - (widen_dtype(logits) / cap).square()) if cap else gradient)
 
 
 def _all_reduce_loss_statistics(
@@ -231,8 +236,8 @@ def compute_loss_and_gradient(
     logits: Tensor, targets: Targets, communicator: Communicator, classes: LossClasses, with_gradient: bool
 ) -> Tensor:
     """Return the sum of the loss, -log softmax(logits)[label] or `classes.loss`, over this rank's tokens as an fp64
-    scalar; with `with_gradient`, replace the logits [rows, columns] by the gradient of that sum. Rows with the label -1
-    do not count."""
+    scalar; with `with_gradient`, replace the logits [rows, columns] by the gradient of that sum; a cap replaces them
+    anyway. Rows with the label -1 do not count."""
     real = min(max(classes.vocab - classes.first, 0), logits.shape[1])  # columns that are not padding
     labels, known = targets.labels, logits[:, :real]
     column = labels - classes.first
@@ -242,6 +247,8 @@ def compute_loss_and_gradient(
     if classes.region and real:  # nothing in the type of statistics is kept: all rows at once
         statistics, differentiate = classes.region(_row_statistics), classes.region(_differentiate_compiled)
         chunks = [slice(None)]
+    for at in chunks:
+        cap_softly(known[at], classes.cap)
     merged_statistics = torch.cat([statistics(known[at], column[at], classes.needs_logit_sums) for at in chunks], 1)
     if classes.over:
         merged_statistics = _all_reduce_loss_statistics(merged_statistics, mine, communicator, classes.over)
@@ -269,7 +276,7 @@ def compute_loss_and_gradient(
         share = share if every is None else share + every
         for at in chunks:
             rows = [x if x is None else x[at] for x in (whole, every)]
-            differentiate(known[at], shift[at], column[at], share[at], *rows)
+            differentiate(known[at], shift[at], column[at], share[at], *rows, classes.cap)
     return losses.where(counts, 0.0).double().sum()
 
 
@@ -280,12 +287,14 @@ def _overwrite_logits_with_gradient(
     added_at_label: Tensor,
     probability_factor: Tensor | None,
     added_everywhere: Tensor | None,
+    cap: float,
 ) -> None:
     """Replace `logits` [rows, columns] by the gradient of the loss: p = whole * exp(logits - shift) + every, and at the
-    label's `column` p - every + share. The other tensors are [rows, 1], in the type of statistics, in which it is
-    computed."""
+    label's `column` p - every + share; times the slope of their soft `cap`. The other tensors are [rows, 1], in the
+    type of statistics, in which it is computed."""
     if not logits.shape[1]:
         return
+    slope = slope_of_cap(logits.to(shift.dtype, copy=True), cap) if cap else None
     target = (logits.gather(1, column) - shift).exp()
     target = (target if probability_factor is None else target * probability_factor) + added_at_label
     gradient = (logits.sub_(shift) if logits.dtype == shift.dtype else logits - shift).exp_()
@@ -294,6 +303,8 @@ def _overwrite_logits_with_gradient(
     if added_everywhere is not None:
         gradient += added_everywhere
     gradient.scatter_(1, column, target)
+    if slope is not None:
+        gradient *= slope
     if gradient is not logits:
         logits.copy_(gradient)
 
@@ -322,6 +333,7 @@ def cross_entropy(logits: Tensor, targets: Targets, communicator: Communicator, 
     logits = logits.flatten(0, -2)
     if torch.is_grad_enabled() and logits.requires_grad:
         return _CrossEntropy.apply(logits, targets, communicator, classes)
+    logits = logits.clone() if classes.cap else logits
     return compute_loss_and_gradient(logits, targets, communicator, classes, False)
 
 

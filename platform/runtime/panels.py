@@ -57,7 +57,7 @@ KEYS, AGAIN, GRADIENTS = "keys and values", "keys and values again", "gradients 
 class PanelAttention(NamedTuple):
     """Attention whose keys lie in panels, of each rank along the axes `over`. `queries`: the global positions of this
     rank's queries; `keys`: the positions of each rank's keys; `kernel`: its name (flash, cudnn, efficient, math);
-    `window`: a query of a `causal` one sees so many keys, itself included; 0: all."""
+    `window`: a query of a `causal` one sees so many keys, itself included; 0: all; `cap`: soft cap of scores, 0: no."""
 
     queries: Sequence[Stretch]
     keys: Sequence[Sequence[Stretch]]
@@ -66,6 +66,7 @@ class PanelAttention(NamedTuple):
     scale: float
     causal: bool
     window: int = 0
+    cap: float = 0.0
 
 
 class Hiding(NamedTuple):
@@ -177,7 +178,8 @@ class _PanelPairs:
         """Prepare the attention `plan` of q to panels such as k and v, whose scores `bias` and `hiding` change."""
         self.plan, self.bias, self.hiding = plan, bias, hiding
         q, masked = qkv[0], plan.window > 0 or hiding.begins is not None or hiding.padding is not None
-        products = bias is not None or hiding.drawing is not None  # which no kernel adds, or draws, panel by panel
+        # which no kernel bends, adds, or draws, panel by panel
+        products = plan.cap > 0 or bias is not None or hiding.drawing is not None
         self.kernel: PairKernel = choose_pair_kernel(MATH if products else plan.kernel, qkv, masked)
         makes_scores = plan.window > 0 or hiding.padding is not None or self.kernel is PRODUCTS
         narrow = plan.window and q.device.type == "cpu"  # elsewhere, few large kernels are worth more
@@ -220,7 +222,8 @@ class _PanelPairs:
             counters = batch.narrow(0, *some), heads, length.narrow(2, row, rows), memory.narrow(3, *keys)
             keep_mask = residual.draw_dropout_mask(counters, drawing.start, drawing.rate)
             factor = keep_mask.to(self.dtype) * (1 / (1 - drawing.rate))
-        return Scores(self.plan.scale, pair.relation == DIAGONAL and hidden is None, hidden, bias, factor)
+        causal = pair.relation == DIAGONAL and hidden is None
+        return Scores(self.plan.scale, causal, hidden, bias, factor, self.plan.cap)
 
 
 def _pair_operands(pair: Pair, qkv: QueryKeyValue) -> QueryKeyValue:

@@ -421,14 +421,14 @@ class ParallelOps(Ops):
         """Return the vocabulary columns that this rank holds of the logits `spec`, for a planned cross_entropy, with
         the loss to compute; label smoothing and a user's own loss are used in training only."""
         first, _ = self.blocks[spec][spec.dims.index("vocab")]
-        vocab = self.plan.sizes["vocab"]
+        vocab, cap = self.plan.sizes["vocab"], dict(planned.operation.attributes).get("cap", 0.0)
         loss: Any = self.losses[planned.operation["loss"]]
         if is_paired(planned.operation):  # in evaluations too
             pairs = LossOfPairs(loss, planned.tokens["length"], answer_slots(self.plan.sizes["length"]))
-            return LossClasses(planned.over, first, vocab, region=self.compiler, pairs=pairs)
+            return LossClasses(planned.over, first, vocab, region=self.compiler, pairs=pairs, cap=cap)
         if not self.position.training:
-            return LossClasses(planned.over, first, vocab, region=self.compiler)
-        return LossClasses(planned.over, first, vocab, smoothing, loss, self.compiler)
+            return LossClasses(planned.over, first, vocab, region=self.compiler, cap=cap)
+        return LossClasses(planned.over, first, vocab, smoothing, loss, self.compiler, cap=cap)
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:

@@ -19,6 +19,16 @@ def widen_dtype(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def cap_softly(x: Tensor, cap: float) -> Tensor:
+    """Return scores or logits x, each replaced in place by cap * tanh(x / cap); as they are where `cap` is 0."""
+    return x.div_(cap).tanh_().mul_(cap) if cap else x
+
+
+def slope_of_cap(capped: Tensor, cap: float) -> Tensor:
+    """Return the derivatives of a soft cap in place of its results `capped`."""
+    return capped.div_(cap).square_().neg_().add_(1)
+
+
 def _sum_over_ranks(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
     """Return the all-reduced sum of x over the ranks along the axes `over`; x may be overwritten."""
     if not over:

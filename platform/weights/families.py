@@ -11,9 +11,9 @@ from platform.weights.config_keys import QUANTISED, Family, Free, FunctionRule, 
 from platform.weights.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from platform.weights.encoders import BERT, GPT2, T5
 from platform.weights.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
-from platform.weights.relatives import GEMMA3, GLM4, GLM4_MOE, GRANITE, OLMO2, OLMO3, PHI3, SMOLLM3
+from platform.weights.relatives import GEMMA2, GEMMA3, GLM4, GLM4_MOE, GRANITE, OLMO2, OLMO3, PHI3, SMOLLM3, VAULTGEMMA
 
-_RELATIVES = (OLMO2, OLMO3, PHI3, GEMMA3, SMOLLM3, GRANITE, GLM4, GLM4_MOE)
+_RELATIVES = (OLMO2, OLMO3, PHI3, GEMMA2, VAULTGEMMA, GEMMA3, SMOLLM3, GRANITE, GLM4, GLM4_MOE)
 _OF_EXPERTS = (MIXTRAL, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
 FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, *_RELATIVES, *_OF_EXPERTS, BERT, T5)}
 

@@ -1,6 +1,6 @@
 """Families that are Llama's layers with norms, rotations and factors of their own: OLMo 2 and 3 (Walsh et al. 2025),
-Phi 3 and 4 (Abdin et al. 2024), Gemma 3 (Kamath et al. 2025), SmolLM3 (Bakouch et al. 2025), Granite (Granite Team
-2024), GLM 4 and GLM 4.5 with experts (GLM Team 2024, 2025)."""
+Phi 3 and 4 (Abdin et al. 2024), Gemma 2 and 3 (Gemma Team 2024, 2025), SmolLM3 (Bakouch et al. 2025), Granite (Granite
+Team 2024), GLM 4 and GLM 4.5 with experts (GLM Team 2024, 2025)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from platform.weights.config_keys import (
     Only,
     Renamed,
     RotaryRule,
+    Rule,
     TensorRow,
     Words,
     module_rows,
@@ -85,6 +86,12 @@ def _score_scale(m: Model) -> float:
     return m.attention_scale or resolve_sizes(m)["d_kv"] ** -0.5
 
 
+def _build_cap_rule(part: str, ours: str, default: float | None) -> Rule:
+    """Return the rule of a soft cap in a Gemma config.json, which is null where our key `ours` is 0."""
+    theirs = f"{part}_logit_softcapping"
+    return Renamed(theirs, ours, default, null=0.0, written=lambda m: getattr(m, ours) or None)
+
+
 _GATES = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
 _GEMMA_WINDOWS = LayerWindowRule("sliding_window layer_types sliding_window_pattern", 4096, 6)
 _GEMMA_RULES = [
@@ -96,13 +103,35 @@ _GEMMA_RULES = [
     Renamed("head_dim", "d_kv", 256),
     BiasRule("attention_bias"),
     FunctionRule("query_pre_attn_scalar", _read_score_width, _write_score_width),
-    *(Only(f"{part}_logit_softcapping", (None,)) for part in ("final", "attn")),
+    Only("attn_logit_softcapping", (None,), why="transformers does not read it in this family"),
+    _build_cap_rule("final", "logit_cap", None),
     Only("use_bidirectional_attention", (False, None)),
     Free("cache_implementation", {**_RANGE, "_sliding_window_pattern": 6, **special_token_defaults(2, 1, 0)}),
 ]  # fmt: skip
 _GEMMA = {**LLAMA_FIXED, "norm": "rmsnorm_centred", "output_norm": True, "query_key_norm": True}
 _GEMMA_NAMES = llama_names(of_layer={**_OUTPUT_NORMS, "pre_feedforward_layernorm": "mlp.norm"})
 GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _GEMMA, _GEMMA_RULES, **_GEMMA_NAMES)
+
+_GEMMA2_RULES = [
+    *build_llama_rules(
+        256000, 9216, 8192, 4, d_model=2304, layers=26, heads=8, tied=True, activations=_GATES,
+        activation_key=("hidden_activation", "gelu_pytorch_tanh"),
+    ),
+    Renamed("head_dim", "d_kv", 256),
+    BiasRule("attention_bias"),
+    FunctionRule("query_pre_attn_scalar", _read_score_width, _write_score_width),
+    LayerWindowRule("sliding_window layer_types"),
+    _build_cap_rule("attn", "attention_cap", 50.0),
+    _build_cap_rule("final", "logit_cap", 30.0),
+    Free("cache_implementation hidden_act", {**_RANGE, **special_token_defaults(2, 1, 0)}),
+]  # fmt: skip
+_GEMMA2 = {**LLAMA_FIXED, "norm": "rmsnorm_centred", "output_norm": True}
+_CAUSAL = Only("use_bidirectional_attention", (None, False))
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _GEMMA2, [*_GEMMA2_RULES, _CAUSAL], **_GEMMA_NAMES)
+_VAULT_NAMES = llama_names(of_layer={"pre_feedforward_layernorm": "mlp.norm"})
+VAULTGEMMA = Family(
+    "vaultgemma", "VaultGemmaForCausalLM", {**_GEMMA2, "output_norm": False}, _GEMMA2_RULES, **_VAULT_NAMES
+)  # fmt: skip
 
 _WINDOWS = LayerWindowRule("use_sliding_window sliding_window layer_types")
 

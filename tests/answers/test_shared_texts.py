@@ -29,6 +29,7 @@ PLANS = {
     "nested, grouped queries": {**NESTED, **MODELS["llama"]},
     "ring, windows, 1d_sp": {"context": 4, "context_kind": "ring", "tensor": "1d_sp", "axes": {"t": 2},
                              **MODELS["modern"]},
+    "soft caps": {"context": 4, **OTHERS["soft caps"]},
     "sinks": {"context": 4, **OTHERS["sinusoidal"]},
     "relative, 1d": {"context": 4, "tensor": "1d", "axes": {"t": 2}, "positions": "relative", "buckets": 8,
                      "distance": 12},

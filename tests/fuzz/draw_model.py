@@ -123,6 +123,7 @@ def draw_norm_places(r: Random, m: Model) -> None:
         m.norm = "rmsnorm_centred"
     m.embedding_scale, m.residual_scale = r.choice((1.0, 3.0)), r.choice((1.0, 0.5))
     m.parallel_residual = not m.post_norm and m.kind != "encoder_decoder" and r.random() < 0.3
+    m.attention_cap, m.logit_cap = r.choice((0.0, 0.0, 0.02)), r.choice((0.0, 0.0, 0.5))
     if not m.post_norm:
         m.input_norm, m.output_norm = r.choice(((True, False), (False, True), (True, True)))
 

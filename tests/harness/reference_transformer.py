@@ -28,6 +28,10 @@ def gain_of(c: Model, gain: Tensor) -> Tensor:
     return 1 + gain if c.norm == "rmsnorm_centred" else gain
 
 
+def capped(cap: float, x: Tensor) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -91,7 +95,7 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
 
     q, k, v = heads("query", x), heads("key", memory), heads("value", memory)
     scale = c.attention_scale or 1 / math.sqrt(q.shape[-1])
-    s = scale * q @ k.transpose(2, 3) + scores_more
+    s = capped(c.attention_cap, scale * q @ k.transpose(2, 3)) + scores_more
     if c.attention_sinks:
         s = torch.cat([s, w[f"{name}.sink"].view(-1, 1, 1).expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, -1)[..., : k.shape[2]]
@@ -196,7 +200,7 @@ def logits(c: Model, w: Weights, data: Mapping[str, Tensor]) -> Tensor:
         h = ACTIVATIONS[c.activation](x @ w["head_transform"].t() + w["head_transform_bias"])
         x = norm(c, w, "head_transform.norm", h)
     y = c.logit_scale * x @ w["embedding" if c.tied else "head"].t()
-    return y + w["head_bias"] if c.head_bias else y
+    return capped(c.logit_cap, y + w["head_bias"] if c.head_bias else y)
 
 
 def loss(c: Model, w: Weights, data: Mapping[str, Tensor]) -> Tensor:

@@ -181,6 +181,7 @@ def test_what_auto_becomes_on_each_device():
 REFUSED = [
     ("cudnn", {}, "cpu", "on a CPU it does not run; nearest legal: auto, flash, math"),
     ("efficient", {}, "cpu", "on a CPU it does not run; nearest legal: auto, flash, math"),
+    ("flash", {"attention_cap": 2.0}, "cpu", "on a CPU it has no cap of scores: model.attention_cap=0; nearest legal:"),
     ("flash", MODELS["t5"], "cpu", "on a CPU it has no gradient for a learned bias"),
     ("flash", {"dropout": 0.1, "fused_dropout": True}, "cpu", "on a CPU it draws no dropout masks"),
     ("flash", {"dropout": 0.1}, "cpu", "no attention of this plan is computed by one kernel (model.dropout draws"),

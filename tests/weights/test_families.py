@@ -154,6 +154,14 @@ RELEASED: dict[str, tuple[dict[str, Any], int, int]] = {
             "original_max_position_embeddings": 8192, "rope_type": "yarn"},
         "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278,
     }, 355, 7_298_011_136),
+    "gemma2": ({  # gemma-2-2b
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2",
+        "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+    }, 288, 2_614_341_888),
     "gemma3_text": ({  # gemma-3-1b-it
         "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None,

@@ -89,7 +89,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window of none": ("gpt_oss", {"sliding_window": None}, 'layer_types=["full_attention", "sliding_attention"]: '
                          "sliding_window: there is none"),
     "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0: our words express null alone"),
-    "a cap of logits": ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: our"),
+    "a cap of logits": ("gemma2", {"final_logit_softcapping": "30"}, 'final_logit_softcapping="30": is no int or'),
+    "a cap of scores": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: transformers"),
     "scaled windows": ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
                        'rope_parameters.sliding_attention={"rope_type": "linear", "factor": 2.0}: our words express a'),
     "no width": ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: must be > 0"),

@@ -20,40 +20,26 @@ from platform.plan.scheme import ModelMistake
 class AttentionOp(Op):
     """softmax(scale q k^T + bias) v in the region of `spec` [length batch heads d_kv]; k and v are of type `kv`, of a
     length of their own in cross-attention. With a `width`, v and the result have a d_kv of that size. Scores are
-    hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax. Runs one fused kernel
-    (`fuses_attention`), which knows no sink, or two einsums and a softmax over split dims; `remember`s if causal.
-    Where length is split, keys and values go around its ranks (`rings`), or each rank gathers all of them, before they
-    are repeated; where it is whole, attention with a sink is a ring of one rank, whose panels merge with it. Ranks that
-    keep a part each of the keys of earlier passes attend to it, and their results merge."""
+    hidden, `bias` is added, and a parameter `sink` [heads] counts, as in softmax; a `cap` bends scores s to
+    cap * tanh(s / cap) before (Gemma Team 2024). Runs one fused kernel (`fuses_attention`), which knows neither sink
+    nor cap, or two einsums and a softmax over split dims; `remember`s if causal. Where length is split, keys and values
+    go around its ranks (`rings`), or each rank gathers all of them, before they are repeated; where it is whole,
+    attention with a sink or a cap is a ring of one rank, whose panels merge. Ranks that keep a part each of the keys of
+    earlier passes attend to it, and their results merge."""
 
     def compose_operation(
-        self,
-        ops,
-        name,
-        q,
-        k,
-        v,
-        spec,
-        kv,
-        sink=None,
-        *,
-        scale,
-        causal,
-        width=0,
-        window=0,
-        mask=None,
-        begins=None,
-        bias=None,
-    ):
+        self, ops, name, q, k, v, spec, kv, sink=None, *, scale, causal, width=0, window=0, mask=None, begins=None,
+        bias=None, cap=0.0,
+    ):  # fmt: skip
         """Compose attention from one fused kernel's operation, or two einsums and a softmax, perhaps recomputed."""
         values, out = (resize_dim(t, "d_kv", width) if width else t for t in (kv, spec))
         if causal:
             k, v = ops.remember(name, k, v, kv, values)
             kv, values = ops.remembered(kv), ops.remembered(values)
-        rings = ops.uses_ring_attention(name, spec, kv, sink is not None)
+        rings = ops.uses_ring_attention(name, spec, kv, sink is not None or cap > 0)
         apart = "memory_length" in kv.dims and not ops.is_dim_split(spec, "d_kv")
         parted = apart and all(t is None for t in (sink, bias, mask))
-        fused = parted or (sink is None and ops.fuses_attention(name, spec))
+        fused = parted or (sink is None and not cap and ops.fuses_attention(name, spec))
         # the gradient of all positions' keys is left partial: it is summed as it is split over them again
         gathered = not rings and not parted and (not fused or ops.is_dim_split(spec, "length"))
         memory, read = (replace(t.rename_dim("length", "memory_length"), open="gradient") for t in (kv, values))
@@ -72,14 +58,17 @@ class AttentionOp(Op):
                 k = ops.expand_kv(f"{name}.key", k, memory, heads, grouped=grouped)
                 v = ops.expand_kv(f"{name}.value", v, read, of_values, grouped=grouped)
             hidden = {"causal": causal, "window": window, "mask": mask, "begins": begins, "bias": bias}
+            one = {"scale": scale, **({"cap": cap} if cap else {}), **hidden}
             if rings:
-                ring_options = {"scale": scale, "shared": kv.dims != spec.dims, **hidden}
+                ring_options = {"shared": kv.dims != spec.dims, **one}
                 return ops.ring_attention(name, q, k, v, spec, heads, of_values, out, *sinks, **ring_options)
             if fused:
-                return ops.fused_attention(name, q, k, v, spec, heads, of_values, out, scale=scale, **hidden)
+                return ops.fused_attention(name, q, k, v, spec, heads, of_values, out, **one)
             scores = scores_spec(spec, heads)
             s = ops.einsum(f"{name}.scores", q, spec, k, heads, scores)
-            p = ops.softmax(name, s, scores, sink, scale=scale, **hidden)
+            if cap:
+                s = ops.scale(ops.pointwise("tanh", ops.scale(s, scores, scale / cap)), scores, cap)
+            p = ops.softmax(name, s, scores, sink, scale=1.0 if cap else scale, **hidden)
             p = ops.dropout(f"{name}.probabilities", p, scores)
             return ops.einsum(f"{name}.context", p, scores, v, of_values, out)
 

@@ -61,13 +61,13 @@ class FusedAttentionOp(BlockOp):
 
     def record_operation(
         self, ops, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
-        bias=None,
+        bias=None, cap=0.0,
     ):  # fmt: skip
         """Record attention in one kernel, with the data that it reads to hide scores."""
         if bias:
             ops.check_activation(bias, scores_spec(spec, kv))
         attributes = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel}
-        attributes |= hiding_attributes(name, causal, window, mask, begins)
+        attributes |= hiding_attributes(name, causal, window, mask, begins) | ({"cap": cap} if cap else {})
         return ops.record_operation(self.kind, name, [q, k, v], [spec, kv, values], [out], [mask, begins], **attributes)
 
     def plan_operation(self, planner, operation) -> PlannedOperation:
@@ -92,7 +92,7 @@ class FusedAttentionOp(BlockOp):
 
     def run_on_blocks(
         self, ops, planned, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
-        bias=None,
+        bias=None, cap=0.0,
     ):  # fmt: skip
         """Compute attention by torch's fused kernel, whose mask is made only if causality is not all that hides. Where
         queries are some of all positions, or of documents, pair by pair, so that what none sees is not computed."""
@@ -106,7 +106,7 @@ class FusedAttentionOp(BlockOp):
             panels = ops.kernels.panels
             queries = [Stretch(first + ops.offset, n) for first, n in ops.block_stretches(spec, "length")]
             keys = [ops.block_stretches(kv, length_dim(kv))]
-            plan = panels.PanelAttention(queries, keys, (), planned.operation["kernel"], scale, causal, window)
+            plan = panels.PanelAttention(queries, keys, (), planned.operation["kernel"], scale, causal, window, cap)
             hiding = panels.Hiding(starts, None if mask is None else (mask[self.kind, name] < 0).t())
             if planned.over:
                 return panels.attend_split_keys(ops.communicator, plan, (q, k, v), hiding, planned.over).permute(back)
@@ -131,7 +131,7 @@ class FusedAttentionOp(BlockOp):
 
     def meter_memory(
         self, ops, planned, name, q, k, v, spec, kv, values, out, *, scale, causal, window=0, mask=None, begins=None,
-        bias=None,
+        bias=None, cap=0.0,
     ) -> Value:  # fmt: skip
         """Count the memory of attention's mask, and of all that the planned kernel of torch allocates and keeps."""
         query, key, value = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv, values))
@@ -139,7 +139,7 @@ class FusedAttentionOp(BlockOp):
         sizes = query["batch"], query["heads"], query["length"], key[length_dim(kv)], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*sizes, causal, masked=mask is not None or documents, biased=bias is not None)
         if _computes_pair_by_pair(ops, kv, ops.device, block.length, window, begins, bias):
-            math = planned.operation["kernel"] == MATH
+            math = planned.operation["kernel"] == MATH or cap > 0
             scratch = piece_pair_scratch_elements(ops, block, window, documents, math)
             if planned.over:
                 ops.new(2 * block.score_row_count * (block.d_value + 1), ops.wide)  # what is summed, and what comes
@@ -201,13 +201,13 @@ class RingAttentionOp(BlockOp):
 
     def record_operation(
         self, ops, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0, mask=None,
-        begins=None, bias=None,
+        begins=None, bias=None, cap=0.0,
     ):  # fmt: skip
         """Record attention whose keys and values go around the ranks that split its length."""
         if bias:
             ops.check_activation(bias, scores_spec(spec, kv))
         attributes = {"scale": scale, "biased": bias is not None, "kernel": ops.attention_kernel, "shared": shared}
-        attributes |= hiding_attributes(name, causal, window, mask, begins)
+        attributes |= hiding_attributes(name, causal, window, mask, begins) | ({"cap": cap} if cap else {})
         inputs = [spec, kv, values, *([] if sink is None else [sink])]
         return ops.record_operation(self.kind, name, [q, k, v], inputs, [out], [mask, begins], **attributes)
 
@@ -226,7 +226,7 @@ class RingAttentionOp(BlockOp):
 
     def run_on_blocks(
         self, ops, planned, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
-        mask=None, begins=None, bias=None,
+        mask=None, begins=None, bias=None, cap=0.0,
     ):  # fmt: skip
         """Compute attention panel by panel, as the keys and values of every rank come by."""
         panels = ops.kernels.panels
@@ -236,7 +236,7 @@ class RingAttentionOp(BlockOp):
         ring_coordinates = [{**at, **dict.fromkeys(over, i)} for i in range(ops.plan.mesh.count_ranks(over))]
         keys = [ops.plan.stretches_of_rank(kv, "length", coordinates) for coordinates in ring_coordinates]
         queries, kernel = ops.block_stretches(spec, "length"), planned.operation["kernel"]
-        plan = panels.PanelAttention(queries, keys, over, kernel, scale, causal, window)
+        plan = panels.PanelAttention(queries, keys, over, kernel, scale, causal, window, cap)
         padding = None if mask is None else (mask[self.kind, name] < 0).t()
         hiding = panels.Hiding(None if begins is None else begins[self.kind, name], padding)
         operands = [t.permute(order) for t in (q, k, v)]
@@ -245,12 +245,13 @@ class RingAttentionOp(BlockOp):
 
     def meter_memory(
         self, ops, planned, name, q, k, v, spec, kv, values, out, sink=None, *, scale, causal, shared, window=0,
-        mask=None, begins=None, bias=None,
+        mask=None, begins=None, bias=None, cap=0.0,
     ) -> Value:  # fmt: skip
         """Count the memory of all that is kept, of two panels and, in the backward pass, of their gradients."""
         size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
         rows = query["batch"] * query["heads"] * query["length"]
-        makes_scores, documents = planned.operation["kernel"] == MATH or bias is not None, begins is not None
+        makes_scores = planned.operation["kernel"] == MATH or bias is not None or cap > 0
+        documents = begins is not None
         block_extents = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
         block = AttentionBlock(*block_extents, causal, masked=mask is not None or documents, biased=bias is not None)
         scratch = piece_pair_scratch_elements(ops, block, window, documents, makes_scores)

@@ -23,14 +23,16 @@ from platform.plan.operations.op import Gradients, Op, Saved, Value, assemble_pl
 class CrossEntropyOp(Op):
     """Sum over this rank's tokens of -log softmax(logits)[label] over vocab; never gathers logits. In training the plan
     may name another loss, and weights of labels. Padding in the data tensor `labels` does not count. `smoothing`: the
-    share of the target spread evenly over vocab, in training (Szegedy et al. 2016)."""
+    share of the target spread evenly over vocab, in training (Szegedy et al. 2016); `cap`: soft cap of the logits y,
+    cap * tanh(y / cap) in their place, 0 for none."""
 
     memory_accesses = (9, 2)
     keeps_nothing = is_loss = True
     bias_before = "shift"
 
-    def record_operation(self, ops, name, logits, spec, labels, smoothing=0.0):
+    def record_operation(self, ops, name, logits, spec, labels, smoothing=0.0, cap=0.0):
         reads, attributes = [labels, LABEL_WEIGHTS if ops.loss.weighted else None], {"loss": ops.loss.name}
+        attributes |= {"cap": cap} if cap else {}
         if ops.loss.paired:
             reads, attributes = [*reads, PAIRED, REFERENCES], {**attributes, "paired": True}
         return ops.record_operation(self.kind, name, [logits], [spec], [], reads, smoothing=smoothing, **attributes)
@@ -58,7 +60,7 @@ class CrossEntropyOp(Op):
         labels = token_fields(planner, spec, layout.restrict_dims([d for d in spec.dims if d != "vocab"]))
         return assemble_plan(planner, operation, layout, statistics=statistics, over=over, **labels)
 
-    def run_on_blocks(self, ops, name, logits, spec, labels, smoothing=0.0):
+    def run_on_blocks(self, ops, name, logits, spec, labels, smoothing=0.0, cap=0.0):
         """Compute the loss of this rank's logits, of which ranks may split the vocab, summed over its tokens."""
         planned = ops.operation_plan(self.kind, name)
         if ops.absent(logits):
@@ -66,7 +68,7 @@ class CrossEntropyOp(Op):
         targets, classes = ops.label_targets(planned, labels), ops.logit_classes(planned, spec, smoothing)
         return ops.kernels.chunked_loss.cross_entropy(logits, targets, ops.communicator, classes)
 
-    def meter_memory(self, ops, name, logits, spec, labels, smoothing=0.0) -> Value:
+    def meter_memory(self, ops, name, logits, spec, labels, smoothing=0.0, cap=0.0) -> Value:
         """Count the memory of the logits' gradient, made in the forward pass, and of one chunk's statistics."""
         loss = ops.tensor(1)
         if not logits.elements:
@@ -90,18 +92,18 @@ class LinearCrossEntropyOp(Op):
     [... d_model] by `table` [vocab, d_model] and `bias` [vocab]. It is planned as these two; computed as one, it need
     not hold all logits."""
 
-    def compose_operation(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+    def compose_operation(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0):
         """Compose the loss of a product with the vocabulary table from `project` and `cross_entropy`."""
         (logits,) = ops.project(x, x_spec, (table,), (spec,), (bias,) if bias else ())
-        return ops.cross_entropy(name, logits, spec, labels, smoothing)
+        return ops.cross_entropy(name, logits, spec, labels, smoothing, cap)
 
-    def run_on_blocks(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None):
+    def run_on_blocks(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0):
         """Compute the loss chunk by chunk of tokens, so that the logits are never whole, unless SUMMA multiplies."""
         planned_product = ops.operation_plan("project", table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
         # SUMMA never has a whole operand, and an adapter adds to the logits: they multiply, and the loss follows
         if planned_product.groups[0].panels or table.name in ops.adapters:
-            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
+            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias, cap)
         *rows, columns = ops.plan.local_shape(spec)
         wide = ops.kernels.statistics.widen_dtype(x).dtype == x.dtype
         return ops.kernels.chunked_loss.linear_cross_entropy(
@@ -116,13 +118,13 @@ class LinearCrossEntropyOp(Op):
             deferred=ops.deferred,
         )
 
-    def meter_memory(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None) -> Value:
+    def meter_memory(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0) -> Value:
         """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
         planned_product = ops.operation_plan("project", table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
         (group, *_), weight = planned_product.groups, ops.parameter_block(table)
         if group.panels or table.name in ops.adapters:
-            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias)
+            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias, cap)
         bias_values = ops.convert_parameters(ops.operation_plan("shift", bias.name)) if bias else []
         *rows, columns = ops.plan.local_shape(spec)
         n, width = prod(rows), ops.plan.local_shape(x_spec)[-1]

@@ -169,8 +169,8 @@ class Recorder(Ops):
         if x.spec != spec:
             raise ModelMistake(str(x.spec), f"the model passes it where it declares {spec}", [str(spec)])
 
-    def uses_ring_attention(self, name, spec, kv, sink) -> bool:
-        alone = sink and self.scheme.fuses_attention(spec.region) and not self.is_dim_split(spec, "length")
+    def uses_ring_attention(self, name, spec, kv, apart) -> bool:
+        alone = apart and self.scheme.fuses_attention(spec.region) and not self.is_dim_split(spec, "length")
         goes_around = alone or self.scheme.has_ring_attention(spec.region, kv.region)
         return not self.cache and not self.dropout_rate and goes_around
 

@@ -83,8 +83,9 @@ class Ops:
         memory_length and d_kv whole there, and there is no dropout, or the kernel draws its masks."""
         return ("fused_attention", name) in self.plan.operations
 
-    def uses_ring_attention(self, name: str, spec: Spec, kv: Spec, sink: bool) -> bool:
-        """Return True if keys of type `kv` go around ranks in the attention `name`, or with a `sink` lie on one."""
+    def uses_ring_attention(self, name: str, spec: Spec, kv: Spec, apart: bool) -> bool:
+        """Return True if keys of type `kv` go around ranks in the attention `name`, or lie on one, if no kernel of a
+        whole attention computes it: it stays `apart`."""
         return ("ring_attention", name) in self.plan.operations
 
     def is_dim_split(self, spec: Spec, dim: str) -> bool:

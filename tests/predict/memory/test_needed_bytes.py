@@ -53,6 +53,9 @@ PLANS: dict[str, dict[str, Any]] = {
                                           "d_ff": 512, "mlp_chunks": 3},
     "full, 1d": {"tensor": "1d", "axes": {"t": 2}, "recompute": "full", "vocab": 64},
     "a window of a long sequence": {"length": 2048, "window": 128, "heads": 2, "layers": 2, "global_batch": 4},
+    "soft caps": {"length": 512, "attention_cap": 1.0, "logit_cap": 1.0, "layers": 2},
+    "soft caps, bf16, documents": {"length": 512, "attention_cap": 1.0, "logit_cap": 1.0, "precision": "bf16",
+                                   "layers": 2, "within_documents": True},
     "sinks, bf16": {"length": 512, "attention_sinks": True, "precision": "bf16", "layers": 2},
     "sinks and a window, 1d": {"length": 512, "window": 64, "attention_sinks": True, "tensor": "1d", "axes": {"t": 2}},
 }  # fmt: skip

@@ -29,11 +29,12 @@ def drawn(dtype=torch.float64, columns: int = VOCAB) -> tuple[torch.Tensor, torc
     return (3 * torch.randn(ROWS, columns, generator=draw, dtype=torch.float64)).to(dtype), labels
 
 
-def expected(logits, labels, smoothing: float):
+def expected(logits, labels, smoothing: float, cap: float = 0.0):
     """Loss and gradient by torch, in fp64, of the columns that are no padding."""
     whole = logits[:, :VOCAB].double().detach().requires_grad_()
-    F.cross_entropy(whole, labels, ignore_index=-1, reduction="sum", label_smoothing=smoothing).backward()
-    value = F.cross_entropy(whole, labels, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
+    bent = cap * torch.tanh(whole / cap) if cap else whole
+    value = F.cross_entropy(bent, labels, ignore_index=-1, reduction="sum", label_smoothing=smoothing)
+    value.backward()
     return value.detach(), F.pad(whole.grad, (0, logits.shape[1] - VOCAB))
 
 
@@ -42,9 +43,9 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "_ELEMENTS", 4 * VOCAB)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("smoothing", "cap"), [(0.0, 0.0), (0.1, 0.0), (0.1, 2.0)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_split_vocab(smoothing, dtype, small_chunks):
+def test_split_vocab(smoothing, cap, dtype, small_chunks):
     """Over 4 ranks of 16 columns each, of which the last has 2 that are real; and over 5, where one has none."""
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for ranks in (1, 4, 5):
@@ -55,13 +56,13 @@ def test_split_vocab(smoothing, dtype, small_chunks):
             mine = logits.chunk(ranks, 1)[communicator.rank].clone().requires_grad_()
             first = communicator.rank * mine.shape[1]
             value = chunked_loss.cross_entropy(
-                mine, Targets(labels), communicator, LossClasses(over, first, VOCAB, smoothing)
+                mine, Targets(labels), communicator, LossClasses(over, first, VOCAB, smoothing, cap=cap)
             )
             (2 * value).backward()
             return value.detach(), mine.grad
 
         found = run_threads(Mesh.arrange_axes({"t": ranks}), work) if ranks > 1 else [work(_alone())]
-        value, gradient = expected(logits, labels, smoothing)
+        value, gradient = expected(logits, labels, smoothing, cap)
         assert all(abs(v - value) <= tolerance * value for v, _ in found)
         assert (torch.cat([g for _, g in found], 1) - 2 * gradient).abs().max() <= 2 * tolerance
 

@@ -34,6 +34,7 @@ class Case:
     dropout: bool = False
     block: int = 5
     factor: float = 1.0
+    cap: float = 0.0
 
 
 CASES = {
@@ -53,6 +54,9 @@ CASES = {
     "bias": Case(bias=True, causal=False),
     "dropout": Case(dropout=True),
     "large scores": Case(factor=20.0),
+    "cap": Case(cap=0.7),
+    "cap, bias": Case(cap=0.7, bias=True, kv_heads=1),
+    "cap, sink, window, documents": Case(cap=0.7, sink=True, window=4, documents=True),
 }
 
 
@@ -84,7 +88,8 @@ def one_softmax(c: Case) -> dict[str, torch.Tensor]:
     """Result and gradients of the whole attention."""
     x = {name: t.requires_grad_() for name, t in tensors(c).items()}
     repeat = HEADS // c.kv_heads
-    s = SCALE * x["q"] @ x["k"].repeat_interleave(repeat, 1).mT + x.get("bias", 0)
+    s = SCALE * x["q"] @ x["k"].repeat_interleave(repeat, 1).mT
+    s = (c.cap * torch.tanh(s / c.cap) if c.cap else s) + x.get("bias", 0)
     at = torch.arange(LENGTH)
     behind = at[:, None] - at
     hidden = torch.zeros_like(s, dtype=torch.bool)
@@ -135,7 +140,7 @@ def on_a_rank(c: Case, queries, keys, over, communicator, moved=None):
         b, h, length, memory = draw.counters
         draw = draw._replace(counters=(b, h, length[:, :, mine], memory))
     hiding = Hiding(BEGINS[mine] if c.documents else None, PADDING if c.padding else None, draw)
-    plan = PanelAttention(queries[me], keys, over, c.kernel, SCALE, c.causal, c.window)
+    plan = PanelAttention(queries[me], keys, over, c.kernel, SCALE, c.causal, c.window, c.cap)
     out = attend_panels(communicator, plan, (x["q"], x["k"], x["v"]), hiding, x.get("sink"), x.get("bias"))
     return {"rows": mine, "keys": theirs, **gradients(out, x, mine)}, communicator.moved
 

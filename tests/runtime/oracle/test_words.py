@@ -23,6 +23,7 @@ WORDS: dict[str, dict[str, Any]] = {
                        "rope_scaling": "linear", "rope_factor": 2.0},
     "no rotations": {"no_rope_layers": [1], "norm": "rmsnorm_centred", "rope_scaling": "dynamic", "rope_factor": 2.0,
                      "rope_original_length": 8, "within_documents": True},
+    "soft caps": {"attention_cap": 0.02, "logit_cap": 0.3, "window": 5, "window_layers": [0], "head_bias": True},
     "side by side": {"parallel_residual": True, "rope_share": 0.5, "bias": True, "norm": "layernorm", "tied": True,
                      "d_kv": 8},
 }  # fmt: skip
