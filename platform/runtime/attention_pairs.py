@@ -229,7 +229,7 @@ def _math_backward(gradient: Tensor, qkv: QueryKeyValue, result: Result, scores:
     ds = p.mul_(dp.sub_((wide * out).sum(-1, keepdim=True)))
     dbias = () if scores.bias is None else (ds.sum_to_size(scores.bias.shape),)
     if scores.cap:
-        ds *= slope_of_cap(_compute_products(qkv, scores), scores.cap)
+        ds = slope_of_cap(_compute_products(qkv, scores), scores.cap).mul_(ds)
     dq = (_rows_by_key_head(ds, k) @ widen_dtype(k)).view(q.shape).mul_(scores.scale)
     dk = (_rows_by_key_head(ds, k).mT @ _rows_by_key_head(widen_dtype(q), k)).mul_(scores.scale)
     return dq, dk, dv, *dbias

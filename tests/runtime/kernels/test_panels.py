@@ -31,6 +31,7 @@ class Case:
     d_value: int = 8
     sink: bool = False
     bias: bool = False
+    bias_rows: int = 1
     dropout: bool = False
     block: int = 5
     factor: float = 1.0
@@ -56,6 +57,7 @@ CASES = {
     "large scores": Case(factor=20.0),
     "cap": Case(cap=0.7),
     "cap, bias": Case(cap=0.7, bias=True, kv_heads=1),
+    "cap, a bias of each sequence": Case(cap=0.7, bias=True, bias_rows=BATCH),
     "cap, sink, window, documents": Case(cap=0.7, sink=True, window=4, documents=True),
 }
 
@@ -68,7 +70,7 @@ def tensors(c: Case) -> dict[str, torch.Tensor]:
         "k": make(BATCH, c.kv_heads, LENGTH, 8) * c.factor,
         "v": make(BATCH, c.kv_heads, LENGTH, c.d_value),
         **({"sink": make(HEADS)} if c.sink else {}),
-        **({"bias": make(1, HEADS, LENGTH, LENGTH)} if c.bias else {}),
+        **({"bias": make(c.bias_rows, HEADS, LENGTH, LENGTH)} if c.bias else {}),
     }
 
 
