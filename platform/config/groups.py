@@ -665,7 +665,10 @@ class Train:
 class Tune:
     """Adapters beside the weights of a model, which stay as they are."""
 
-    kind: str = fixed_key("none", "what is trained: the weights, or low-rank adapters of some (LoRA)", ("none", "lora"))
+    kind: str = fixed_key(
+        "none", "what is trained: the weights, or low-rank adapters of some (lora), beside layers in 4 bits (qlora)",
+        ("none", "lora", "qlora"),
+    )  # fmt: skip
     rank: int = fixed_key(16, "tune=lora: inner size of an adapter", ">= 1", most=10**5)
     alpha: float = fixed_key(32.0, "tune=lora: an adapter's product is times this / tune.rank", "> 0", most=1e6)
     rslora: bool = fixed_key(False, "tune=lora: times tune.alpha / sqrt(tune.rank)")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import closest_values, format_violation
@@ -443,22 +442,11 @@ def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
     if o.moments != "fp32" and not (kind.stores and _count_moments(o)):
         constraint = f"{o.kind} keeps {'all its state as it is' if _count_moments(o) else 'no moments'}"
         yield format_violation("optimizer.moments", o.moments, constraint, ["fp32", *others])
-    elif cut := [p for p in plan.parameters if p.name in plan.scaled and _cuts_blocks(plan, p)]:
+    elif cut := [p for p in plan.parameters if p.name in plan.scaled and plan.cuts_blocks(p, SCALE_BLOCK)]:
         also = f" and {len(cut) - 1} more" if cut[1:] else ""
         axes = "+".join(plan.mesh.order_axes({a for p in cut for a in plan.layout(p).axes})) or "padding"
         constraint = f"{cut[0].name}{also} is cut by {axes} inside a block of {SCALE_BLOCK} elements with one scale"
         yield format_violation("optimizer.moments", o.moments, constraint, ["bf16", "fp32"])
-
-
-def _cuts_blocks(plan: Plan, p: Parameter) -> bool:
-    """Return True if ranks' blocks of a parameter begin or end inside a block of elements with one scale."""
-    shape, padded = plan.global_shape(p), [plan.planner.tensor_sizes(p)[d] for d in p.dims]
-    if list(shape[1:]) != padded[1:]:
-        return True
-    last = max((i for i, d in enumerate(p.dims) if plan.mesh.count_ranks(plan.layout(p)[d]) > 1), default=0)
-    ranks = range(plan.mesh.world_size if p.name in plan.uneven_parameters else 1)
-    extents = {plan.block_shape(p, plan.mesh.rank_coordinates(rank))[last] for rank in ranks}
-    return any(n * prod(shape[last + 1 :]) % SCALE_BLOCK for n in extents)
 
 
 def _is_split(plan: Plan, p: Parameter) -> bool:

@@ -55,6 +55,12 @@ def can_adapt(p: Parameter) -> bool:
     return p.decay and p.init == "normal" and len(p.dims) > 1 and p.dims[0] not in UNMATCHED and not routes
 
 
+def can_quantise(p: Parameter) -> bool:
+    """Return True if QLoRA keeps a frozen parameter in 4 bits: matrices of layers, and of experts, as bitsandbytes
+    does. Tables, the head and vectors stay as they are."""
+    return can_adapt(p) and "vocab" not in p.dims
+
+
 def build_adapters(
     parameters: Sequence[Parameter], names: Iterable[str], rule: AdapterRule, sizes: Mapping[str, int]
 ) -> dict[str, Adapter]:

@@ -17,7 +17,15 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from platform.plan.layout import Layout, Mesh, pad_to_multiple
-from platform.plan.model_types import NO_RECOMPUTATION, SCALE_BLOCK, Operation, Parameter, Spec
+from platform.plan.model_types import (
+    NF4_BLOCK,
+    NF4_BYTES,
+    NO_RECOMPUTATION,
+    SCALE_BLOCK,
+    Operation,
+    Parameter,
+    Spec,
+)
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import global_extents
 from platform.plan.operations.recorder import Recorder, Symbol
@@ -223,7 +231,7 @@ class Bucket:
     `sizes`: elements of each block; `elements`: size of the buffer in elements, with zeros at its end so that shards
     are equal, large ones in multiples of SHARD_UNIT. `held`: elements that a rank has of each block, if it has less and
     zeros behind them. `frozen`: its parameters take no gradient, and ranks keep of them what they compute with
-    alone, in shards under ZeRO-3.
+    alone, in shards under ZeRO-3. `quantised`: ranks keep them in 4 bits, and compute with them as numbers.
     """
 
     axes: tuple[str, ...]
@@ -236,6 +244,7 @@ class Bucket:
     zero: int = 0
     held: tuple[int, ...] = ()
     frozen: bool = False
+    quantised: bool = False
 
     @cached_property
     def name(self) -> str:
@@ -248,9 +257,16 @@ class Bucket:
         return tuple((p.dims, p.role, p.sizes) for p in self.parameters)
 
     @property
-    def has_sharded_weights(self) -> bool:
-        """Return True if ranks keep a shard of this bucket's compute copies, and gather them span by span (ZeRO-3)."""
-        return self.zero == 3
+    def frees_weights(self) -> bool:
+        """Return True if ranks have this bucket's compute copies while a span reads them alone: they keep a shard, and
+        gather it (ZeRO-3), or keep 4 bits of each."""
+        return self.zero == 3 or self.quantised
+
+    def count_kept_bytes(self, itemsize: int) -> int:
+        """Return the bytes that a rank keeps of this bucket's compute copies, of `itemsize` bytes, between uses."""
+        if self.quantised:
+            return self.shard_elements // NF4_BLOCK * NF4_BYTES
+        return (self.shard_elements if self.frees_weights else self.elements) * itemsize
 
     @property
     def shard_elements(self) -> int:
@@ -333,31 +349,34 @@ def build_buckets(
     max_elements: int,
     scaled: Collection[str] = (),
     frozen: Collection[str] = (),
+    quantised: Collection[str] = (),
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `max_elements`
     elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
     `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards;
-    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names
-    of parameters that lie apart from others, as in Bucket.
+    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`, `quantised`:
+    names of parameters that lie apart from others, as in Bucket.
     """
     buckets: list[Bucket] = []
-    open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen) -> parameters of the bucket being filled
+    open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen, quantised) -> parameters of the bucket being filled
     before: int | str | None = None
 
     def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
-        for (axes, only, still), parameters in open_.items():
+        for (axes, only, still, in_few_bits), parameters in open_.items():
             # whole blocks first; then parameters that decay, so that the optimizer updates each kind as one stretch
             members = sorted(parameters, key=lambda p: (p.name not in scaled, not p.decay))
             counts = tuple(sizes[p] for p in members)
             sharded = tuple(axis for axis in axes if axis in shards and not (still and zero < 3))
             ranks = prod(shards[axis] for axis in sharded)
             large = ranks > 1 and sum(counts) >= SHARD_UNIT * SHARD_UNIT * ranks
-            unit = SCALE_BLOCK if members[0].name in scaled and ranks > 1 else SHARD_UNIT if large else 1
+            in_blocks = ranks > 1 and (in_few_bits or members[0].name in scaled)
+            unit = SCALE_BLOCK if in_blocks else SHARD_UNIT if large else 1
             size, stage = pad_to_multiple(sum(counts), ranks * unit), zero if sharded else 0
-            buckets.append(Bucket(axes, only, tuple(members), counts, size, sharded, ranks, stage, frozen=still))
+            how = sharded, ranks, stage, (), still, in_few_bits
+            buckets.append(Bucket(axes, only, tuple(members), counts, size, *how))
         open_.clear()
 
     for key, parameters in groups:
@@ -366,6 +385,6 @@ def build_buckets(
             close_open_buckets()
         before = key
         for p in parameters:
-            open_.setdefault((*reductions[p], p.name in frozen), []).append(p)
+            open_.setdefault((*reductions[p], p.name in frozen, p.name in quantised), []).append(p)
     close_open_buckets()
     return buckets

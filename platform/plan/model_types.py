@@ -198,6 +198,11 @@ LOW = "low"  # kind of the low halves of masters, where `model` has the high one
 LEAST_SCALED = 4096  # elements of the smallest parameter whose moments have scales, as in torchao and bitsandbytes
 WIDE_STATES = StoredStates()
 
+NF4_BLOCK = 64  # consecutive elements of a flattened weight in 4 bits (QLoRA) with one scale, as in bitsandbytes
+NF4_BYTES = 4 + NF4_BLOCK // 2  # of such a block: its scale in fp32, and two elements in each byte
+NF4_PIECE = {"cpu": 1 << 16, "cuda": 1 << 23}  # elements that are made numbers at once, on a kind of device
+NF4_SCRATCH = 6  # bytes that each of these takes meanwhile: half an index of 4 bytes, and a number in fp32
+
 
 def scores_spec(query: Spec, key: Spec) -> Spec:
     """Return the activation type [batch heads length memory_length] of scores, by the types of queries and keys."""

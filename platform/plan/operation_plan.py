@@ -24,10 +24,10 @@ class Collective:
     for a scatter, of one rank's output.
 
     `dtype` is `compute` (activations, weights), `accumulate` (statistics, a router's scores, summed gradients),
-    `integers` (numbers of rows) or `metrics` (fp64 sums of a step). `phase` is forward or backward inside an operation,
-    `reduce` or `update` at the end of a step. `rows`: the most rows that there can be, of a collective of experts'
-    rows, whose elements these are; else 0. `cuts`: cuts of the dims along which blocks of ranks of different groups
-    differ; `elements` is then the size of the largest.
+    `integers` (numbers of rows), `bytes` (weights in 4 bits) or `metrics` (fp64 sums of a step). `phase` is forward or
+    backward inside an operation, `reduce` or `update` at the end of a step. `rows`: the most rows that there can be, of
+    a collective of experts' rows, whose elements these are; else 0. `cuts`: cuts of the dims along which blocks of
+    ranks of different groups differ; `elements` is then the size of the largest.
     """
 
     op: str
@@ -217,7 +217,7 @@ TRAFFIC = {
     "send": lambda n, e: n * e,  # each of the n stages sends
 }
 
-EVER = {"metrics": 8, "integers": 8}  # bytes per element of the types that are the same in every precision
+EVER = {"metrics": 8, "integers": 8, "bytes": 1}  # bytes per element of the types that are the same in every precision
 
 
 def collective_label(op: str, axes: Iterable[str]) -> str:

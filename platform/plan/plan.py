@@ -54,6 +54,7 @@ class Plan:
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `stored`: how the optimizer's states lie in memory between updates.
     `adapters`: by the name of what they adapt; their matrices are among `parameters`.
+    `quantised`: names of frozen parameters that ranks keep in 4 bits, and have as numbers while a span reads them.
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
     `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
@@ -83,6 +84,7 @@ class Plan:
     bucket_mib: int = BUCKET_MIB
     warnings: tuple[str, ...] = ()
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    quantised: tuple[str, ...] = ()
     shorter: Mapping[int, Plan] = field(default_factory=dict)
 
     @cached_property
@@ -265,6 +267,22 @@ class Plan:
         trained = (p for p in self.parameters if p.name not in self.frozen)
         return frozenset(p.name for p in trained if self.stored.has_scales(prod(self.global_shape(p))))
 
+    @property
+    def frees_weights(self) -> bool:
+        """Return True if ranks have some weights while a span of the model reads them alone, see `Bucket`."""
+        return self.zero == 3 or bool(self.quantised)
+
+    def cuts_blocks(self, p: Parameter, block: int) -> bool:
+        """Return True if ranks' blocks of a parameter begin or end inside a block of so many elements with one
+        scale."""
+        shape, padded = self.global_shape(p), [self.planner.tensor_sizes(p)[d] for d in p.dims]
+        if list(shape[1:]) != padded[1:]:
+            return True
+        last = max((i for i, d in enumerate(p.dims) if self.mesh.count_ranks(self.layout(p)[d]) > 1), default=0)
+        ranks = range(self.mesh.world_size if p.name in self.uneven_parameters else 1)
+        extents = {self.block_shape(p, self.mesh.rank_coordinates(rank))[last] for rank in ranks}
+        return any(n * prod(shape[last + 1 :]) % block for n in extents)
+
     @cached_property
     def buckets(self) -> list[Bucket]:
         """Return the buckets of all parameters: stage by stage, in order of their first use in its forward pass, the
@@ -288,7 +306,8 @@ class Plan:
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
         limit = (self.bucket_mib << 20) // self.itemsize["master"]
         shards = {a: self.mesh.axes[a] for a in self.sharded}
-        return build_buckets(groups, reduced, sizes, shards, self.zero, limit, self.scaled, self.frozen)
+        kinds = self.scaled, self.frozen, frozenset(self.quantised)
+        return build_buckets(groups, reduced, sizes, shards, self.zero, limit, *kinds)
 
     @cached_property
     def bucket_by_parameter(self) -> dict[str, Bucket]:
@@ -347,7 +366,7 @@ class Plan:
 
     def count_parameters_of_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return how many parameter elements the worker at `coordinates` keeps between uses, as compute copies."""
-        return sum(b.shard_elements if b.has_sharded_weights else b.elements for b in self.buckets_of_rank(coordinates))
+        return sum(b.shard_elements if b.frees_weights else b.elements for b in self.buckets_of_rank(coordinates))
 
     def count_masters_of_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return the number of elements whose master copy and optimizer state the worker at `coordinates` keeps."""

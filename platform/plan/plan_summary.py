@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from math import prod
 
 from platform.plan.layout import DIMS, Stretch, format_count
 from platform.plan.model_types import AUTO
@@ -112,7 +113,8 @@ def _lines_of_totals(plan: Plan) -> tuple[str, str, str, str]:
         f"plan  {format_count(plan.mesh.world_size, 'worker')} = {plan.mesh}; tensor "
         f"scheme {plan.scheme.name}; {plan.precision}",
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
-        + _describe_sharding(plan),
+        + _describe_sharding(plan)
+        + _describe_quantised(plan),
         f"  step            {plan.tokens_per_step:,} tokens in {format_count(plan.microbatches, 'microbatch')}"
         f"{_describe_padding(plan)}; {format_number(plan.flops_per_token * plan.tokens_per_step)}FLOP",
         f"  communication   {most}{format_number(sum(moved.values()))}B per step: {traffic}{more}",
@@ -165,6 +167,13 @@ def _describe_padding(plan: Plan) -> str:
     dealt, replicas = plan.microbatches * plan.sizes["batch"], plan.num_replicas
     over = f" x {replicas} replicas" if replicas > 1 else ""
     return f"{over}, {dealt - plan.sequences} of {dealt} sequences are padding" if dealt > plan.sequences else ""
+
+
+def _describe_quantised(plan: Plan) -> str:
+    """Return the words on weights in 4 bits for the description; "" for none."""
+    named = frozenset(plan.quantised)
+    elements = sum(prod(plan.global_shape(p)) for p in plan.parameters if p.name in named)
+    return f"; {elements:,} in 4 bits (NF4), tables, head and vectors as they are" if named else ""
 
 
 def _describe_sharding(plan: Plan) -> str:

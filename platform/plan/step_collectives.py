@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from platform.plan.chunks import Bucket, Chunk, buckets_to_gather
-from platform.plan.model_types import AttentionTraits, Parameter, Spec, resolve_auto_kernel
+from platform.plan.model_types import NF4_PIECE, AttentionTraits, Parameter, Spec, resolve_auto_kernel
 from platform.plan.operation_plan import Collective, PlannedOperation, collective_label
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
@@ -153,6 +153,20 @@ def recompute_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collecti
             yield spec, Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
 
 
+# bytes that kernels read and write for each element that they make of 4 bits, beside the number: its code, half an
+# index of 4 bytes, and the value
+DECODED = 0.5 + 2 * 2 + 2 * 4
+
+
+def list_decodings(plan: Plan, chunk: Chunk) -> Iterator[tuple[str, float, int]]:
+    """Yield (phase, bytes read and written, kernels) for each bucket in 4 bits of which a pass of a chunk makes
+    numbers. `plan`: the stage's plan."""
+    spans, size = plan.buckets_by_chunk_span[chunk.number], DECODED + plan.itemsize["compute"]
+    for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
+        for elements in (b.elements for b in buckets if b.quantised):
+            yield phase, elements * size, 4 * -(-elements // NF4_PIECE["cuda"])
+
+
 class BucketCollective(NamedTuple):
     """Collective of a stage's parameters, its launches per rank, and the `parameters` of `bucket` that it moves."""
 
@@ -188,12 +202,13 @@ def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
             cuts = plan.planner.find_cuts(p, plan.layout(p))
             for c in launches(plan.matrix_gather_steps(p), plan.local_shape(p), "update", "accumulate", cuts=cuts):
                 yield BucketCollective("matrices", c, 1, b, [p])
-    gathered = [("update", b, 1) for b in plan.buckets if not b.has_sharded_weights]
+    gathered = [("update", b, 1) for b in plan.buckets if not b.frees_weights]
     for spans in plan.buckets_by_chunk_span.values():
         for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
-            gathered += [(phase, b, plan.microbatches) for b in buckets if b.has_sharded_weights]
+            gathered += [(phase, b, plan.microbatches) for b in buckets if b.frees_weights]
     for phase, b, times in gathered:
-        for c in launches(plan.gather_steps(b), (b.shard_elements,), phase):
+        size, dtype = (b.count_kept_bytes(1), "bytes") if b.quantised else (b.shard_elements, "compute")
+        for c in launches(plan.gather_steps(b), (size,), phase, dtype):
             yield BucketCollective("parameters", c, times, b, b.parameters)
 
 

@@ -71,7 +71,7 @@ def _build_operation_memory_key(plan: Plan, planned: PlannedOperation, name: _Na
 def _build_bucket_memory_key(plan: Plan, b: Bucket, name: _Names) -> tuple:
     """Return what of a bucket decides the bytes of its sums of gradients."""
     parameters = tuple((name(p.name), p.name in plan.multi_use_parameters) for p in b.parameters)
-    return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held
+    return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held, b.quantised
 
 
 Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
@@ -89,14 +89,12 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     states = sum(prod(plan.global_shape(p)) for p in plan.stage_part(at["stage"]).states)
     compute, master = plan.itemsize["compute"], plan.itemsize["master"]
     # copies to compute with
-    apart = [b for b in trained if compute != master or (b.sharded and not b.has_sharded_weights)]
+    apart = [b for b in trained if compute != master or (b.sharded and not b.frees_weights)]
     less = plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
     saved = plan.count_saved_state_bytes(plan.count_own_masters(at)) if plan.stored.count else 0
     kept = 2 if plan.stored.masters == "split" else master  # the other half is the copy to compute with
     return {
-        "parameters": masters * kept
-        + states * master
-        + sum(b.shard_elements if b.has_sharded_weights else b.elements for b in (*apart, *frozen)) * compute,
+        "parameters": masters * kept + states * master + sum(b.count_kept_bytes(compute) for b in (*apart, *frozen)),
         "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in trained) * master,
         "optimizer": (masters * moments - less + count_factors_of_rank(plan, at)) * master - saved,
     }

@@ -24,10 +24,11 @@ from platform.model.tuning import find_adapters
 from platform.optimizer import optimizers
 from platform.optimizer.optimizers import find_factored_matrices, find_muon_matrices
 from platform.plan.accelerators import nominal_memory
+from platform.plan.adapters import can_quantise
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
 from platform.plan.layout import find_divisors, find_factorizations, format_count
-from platform.plan.model_types import PAIR_LOSSES, LabelLoss, Recompute
+from platform.plan.model_types import NF4_BLOCK, PAIR_LOSSES, LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
@@ -167,6 +168,7 @@ def _build_kind_plan(
     of_optimizer = [optimizers.violations_of_patterns, optimizers.violations_of_splits]
     of_optimizer += [optimizers.violations_of_stored_states]
     checks = [*of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents]
+    checks.append(_violations_of_quantised_weights)
     if not is_placed:  # by a worker of a run, or for another system that is predicted
         checks.append(choose_schedule.violations_of_selective)
     if refused := [line for check in checks for line in check(config, plan)]:
@@ -242,7 +244,7 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
         if _places_of_weights(short_plan) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
             lines.append(format_violation("train.length_ramp", entry, constraint, [[]]))
-        updated = {name: getattr(plan, name) for name in ("matrices", "factored", "stored", "bucket_mib")}
+        updated = {name: getattr(plan, name) for name in ("matrices", "factored", "stored", "quantised", "bucket_mib")}
         shorter_plans[phase.length] = replace(short_plan, **updated)
     refuse_all(lines)
     return replace(plan, shorter=shorter_plans)
@@ -282,8 +284,12 @@ def count_replicas(config: Config, workers: int | None) -> int:
 
 
 def _mark_special_updates(config: Config, plan: Plan) -> Plan:
-    """Return the plan with the names of its parameters that are whole matrices (Muon), factored (Adafactor)."""
+    """Return the plan with the names of its parameters that are kept in 4 bits (QLoRA), whole matrices (Muon), factored
+    (Adafactor)."""
     plan = replace(plan, stored=optimizers.describe_stored_states(config.optimizer))
+    if config.tune.kind == "qlora":
+        base = (p for p in plan.parameters if p.name in plan.frozen)
+        plan = replace(plan, quantised=tuple(p.name for p in base if can_quantise(p)))
     if config.optimizer.kind == "muon":
         return replace(
             plan, matrices=tuple(n for n in find_muon_matrices(config.optimizer, plan) if n not in plan.frozen)
@@ -329,6 +335,18 @@ def _find_frozen(config: Config, model: RecordableModel) -> tuple[str, ...]:
         lines.append(format_violation("train.freeze", ",".join(matches_by_pattern), "leaves no parameter to train"))
     refuse_all(lines)
     return frozen
+
+
+def _violations_of_quantised_weights(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if the plan cuts a weight inside a block of elements in 4 bits (the numbers would be others
+    than one process has), or if a weight is no whole blocks."""
+    cut = [p for p in plan.parameters if p.name in frozenset(plan.quantised) and plan.cuts_blocks(p, NF4_BLOCK)]
+    if cut:
+        also = f" and {len(cut) - 1} more" if cut[1:] else ""
+        axes = "+".join(plan.mesh.order_axes({a for p in cut for a in plan.layout(p).axes}))
+        how = f"is cut by {axes} inside a block" if axes else "is not of whole blocks"
+        constraint = f"{cut[0].name}{also} {how} of {NF4_BLOCK} elements with one scale"
+        yield format_violation("tune.kind", config.tune.kind, constraint, ["lora"])
 
 
 def _violations_of_documents(config: Config, plan: Plan) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from platform.plan.chunks import Bucket, Chunk
 from platform.plan.gather_order import ParameterPrefetcher, Use
 from platform.plan.layout import is_at_index_zero
-from platform.plan.model_types import Parameter, Spec
+from platform.plan.model_types import NF4_PIECE, NF4_SCRATCH, Parameter, Spec
 from platform.plan.operation_plan import EinsumGroup, OffloadedActivation, PlannedOperation, shapes_along_steps
 from platform.plan.operations.attention import AttentionBlock
 from platform.plan.operations.op import (
@@ -80,6 +80,7 @@ class MemoryMeter(Ops):
         self._span = 0  # stretch of the forward pass under way
         self.ahead: ParameterPrefetcher[Value] = ParameterPrefetcher(plan, self._gather_parameter, ahead)
         self._whole: dict[int, MeteredStorage] = {}  # gathered buckets
+        self._arriving: list[MeteredStorage] = []  # shards in 4 bits that are gathered for the next span
         # what hides scores, by window and positions: shared by all passes; by the layers of this one
         self.standing: dict[tuple[int, int], MeteredStorage] = {}
         self.of_pass: dict[tuple[int, int], MeteredStorage] = {}
@@ -301,8 +302,8 @@ class MemoryMeter(Ops):
 
     def _list_gathered_buckets(self, chunk: Chunk) -> Sequence[tuple[Bucket, ...]]:
         """Return the buckets whose parameters are gathered for each span of a chunk (ZeRO-3); [] without."""
-        spans = self.plan.buckets_by_chunk_span[chunk.number] if self.plan.zero == 3 else []
-        return [tuple(b for b in span if b.has_sharded_weights) for span in spans]
+        spans = self.plan.buckets_by_chunk_span[chunk.number] if self.plan.frees_weights else []
+        return [tuple(b for b in span if b.frees_weights) for span in spans]
 
     def end_forward(self) -> None:
         """End a metered forward pass: free gathered parameters (ZeRO-3) unless the backward pass follows at once."""
@@ -322,7 +323,7 @@ class MemoryMeter(Ops):
         """Count the move to the model's next span, whose parameters are gathered (ZeRO-3, as
         `platform.runtime.residency` does), and back in the backward pass; return x."""
         if not self._spans:  # the same, but what makes x again is no longer known, where a block begins or ends so
-            return Value(x.storage, x.elements, x.key) if self.plan.zero == 3 else x
+            return Value(x.storage, x.elements, x.key) if self.plan.frees_weights else x
         before, out = self._span, Value(x.storage, x.elements)
         self._span += 1
         self._move_span(self._span, 1)
@@ -339,15 +340,27 @@ class MemoryMeter(Ops):
         """Count span `span`'s and the next one's parameters as gathered; `direction`: 1 forward, -1 backward."""
         if self._spans:
             onwards = self._spans[span + 1 :] if direction > 0 else self._spans[:span][::-1]
+            self._count_arriving_shards(self._spans[span])
             self._keep_only_gathered(self._spans[span])
-            self._keep_only_gathered((*self._spans[span], *next(filter(None, onwards), ())))
+            coming = next(filter(None, onwards), ())
+            self._count_arriving_shards(coming)
+            self._keep_only_gathered((*self._spans[span], *(b for b in coming if not b.quantised)))
+
+    def _count_arriving_shards(self, buckets: Sequence[Bucket]) -> None:
+        """Count the shards in 4 bits that are gathered for a span, and are not numbers yet, and no others."""
+        self._arriving.clear()
+        missing = (b for b in buckets if b.quantised and b.sharded and id(b) not in self._whole)
+        self._arriving = [self.integers(b.shards * b.count_kept_bytes(1), 1) for b in missing]
 
     def _keep_only_gathered(self, buckets: Sequence[Bucket]) -> None:
-        """Count only the parameter `buckets` as gathered (ZeRO-3): free others' bytes, allocate missing ones."""
+        """Count only the parameter `buckets` as gathered (ZeRO-3), or as numbers in place of 4 bits: free others'
+        bytes, allocate missing ones."""
         buckets_by_id = {id(b): b for b in buckets}
         self._whole = {key: kept for key, kept in self._whole.items() if key in buckets_by_id}
-        missing = {key: b.elements for key, b in buckets_by_id.items() if key not in self._whole}
-        self._whole |= {key: self.new(elements, parameter=True) for key, elements in missing.items()}
+        missing = {key: b for key, b in buckets_by_id.items() if key not in self._whole}
+        self._whole |= {key: self.new(b.elements, parameter=True) for key, b in missing.items()}
+        decoded = max((b.elements for b in missing.values() if b.quantised), default=0)
+        self.integers(min(decoded, NF4_PIECE[self.device]), NF4_SCRATCH)  # freed at once
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""

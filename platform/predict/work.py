@@ -27,6 +27,7 @@ from platform.plan.schedule import Schedule
 from platform.plan.step_collectives import (
     BucketCollective,
     bucket_collectives,
+    list_decodings,
     recompute_gathers,
     transfer_collectives,
 )
@@ -107,8 +108,7 @@ class System:
     a token goes once to each node that has experts of it; `sink_accesses`: number of times more that attention with
     sinks reads and writes its queries; `adapters`: most adapters of a node that one group uses at once, 0 as the
     hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its launches';
-    `constants`: shares that its kernels reach, and other fields of a hardware, by the hardware's name, in place of what
-    the hardware's file has."""
+    `constants`: shares that its kernels reach, and other fields of a hardware, by its name, in place of its file's."""
 
     head_kernels: Annotated[int, Span(0, 100)] = 0
     gradient_bytes: Annotated[int, Span(0, 8)] = 0
@@ -298,6 +298,8 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
             model.forward(recorder, inputs)
         for _, gather in () if execution.system.kept_whole else recompute_gathers(plan, chunk):
             recorder.work.backward[Part(collectives=(gather,))] += 1
+        for phase, moved, kernels in list_decodings(recorder.plan, chunk):
+            getattr(recorder.work, phase)[Part(bytes=moved, kernels=kernels)] += 1
         recorder.count_block_calls()
         chunk_works.append(recorder.work)
     return chunk_works
@@ -499,8 +501,7 @@ class PassWork:
 @dataclass(frozen=True)
 class StageWork:
     """Work of a stage once a step: the collectives that sum (`reduces`) the gradients of its `buckets`, gather
-    `matrices` for the update, and gather `updated` parameters; bytes that a `tied` parameter's stages send each other;
-    elements of its `masters`."""
+    `matrices` for the update, and `updated` parameters; bytes of `tied` parameters; elements of its `masters`."""
 
     reduces: Launches
     buckets: int
@@ -512,8 +513,7 @@ class StageWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a training step: by chunk its `stages`, and its passes `forward` and `backward`; by stage what it does
-    `once` a step."""
+    """Work of a training step: by chunk its `stages`, and passes `forward` and `backward`; by stage `once` a step."""
 
     plan: Plan
     execution: Execution

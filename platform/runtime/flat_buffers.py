@@ -52,15 +52,15 @@ class FlatBucket:
         self._index = communicator.group_index(bucket.sharded)  # of its shard
         self._shapes = {p.name: plan.block_shape(p, communicator.coordinates) for p in bucket.parameters}
         self._elements = bucket.elements if self.here else 0
-        self.masters = self._allocate_flat(self._elements // bucket.shards, high)
-        is_unsharded = not bucket.sharded
-        # compute and master copies are the same memory
-        is_one_memory = low == high and (is_unsharded or bucket.has_sharded_weights)
-        self._whole = self.masters if is_one_memory and is_unsharded else self._allocate_flat(self._elements, low)
+        self.masters = self._allocate_masters(self._elements // bucket.shards)
+        # compute and master copies are the same memory, or what is left of compute copies is
+        is_one_memory = low == high and (not bucket.sharded or bucket.frees_weights)
+        is_whole = is_one_memory and not bucket.frees_weights
+        self._whole = self.masters if is_whole else self._allocate_flat(self._elements, low)
         rows = self._whole.view(self.bucket.shards, -1)
         # what is kept of the compute copies: under ZeRO-3 this rank's shard, beside the buffer that it is gathered into
         self.part = self.masters if is_one_memory else rows[self._index]
-        if bucket.has_sharded_weights and not is_one_memory:
+        if bucket.frees_weights and not is_one_memory:
             self.part = torch.zeros_like(rows[0])
         # the low halves of master copies, whose high halves are `part`: `masters` then are places without memory
         self.low: Tensor | None = None
@@ -73,7 +73,7 @@ class FlatBucket:
         trains = not bucket.frozen
         self.compute = {name: view.detach().requires_grad_(trains) for name, view in views.items()}
         own_masters = {name: w.detach().requires_grad_(trains) for name, w in self._master_views(self.masters).items()}
-        self.master = self.compute if is_one_memory and is_unsharded else own_masters
+        self.master = self.compute if is_whole else own_masters
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
         self._coming: Tensor | None = None  # gradients of the pass under way, where none can be added to `sums` at once
         self._held: set[str] = set()  # parameters whose gradient is in `_coming`
@@ -104,6 +104,10 @@ class FlatBucket:
         start = int(master.storage_offset() - self.masters.storage_offset())
         parts = (self.part[start : start + master.numel()], self.low[start : start + master.numel()])
         return parts[0].view(master.shape), parts[1].view(master.shape)
+
+    def _allocate_masters(self, elements: int) -> Tensor:
+        """Return the memory of so many elements of master copies."""
+        return self._allocate_flat(elements, self._high)
 
     def _allocate_flat(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer of zeros, [elements], in this rank's device memory."""
@@ -138,14 +142,14 @@ class FlatBucket:
         """Set a parameter's master copy and compute copy from the tensor `block`, this rank's block of its initial
         values. Without ZeRO, `block` is the master copy itself, unless masters are split."""
         if self.low is not None:
-            if not self.bucket.has_sharded_weights:
+            if not self.bucket.frees_weights:
                 split_halves(block, self.compute[name], torch.empty_like(block, dtype=torch.int16))
             split_halves(self.cut_own_master_part(name, block), *self.halves_of(self.master[name]))
             return
         if self.bucket.sharded:
             start, stop = self.bucket.range_in_shard(name, self._index)
             self.master[name].copy_(block.view(-1)[start:stop])
-        if self.bucket.has_sharded_weights:
+        if self.bucket.frees_weights:
             self.part.copy_(self.masters)
         elif self.compute is not self.master:
             self.compute[name].copy_(block)
@@ -156,7 +160,7 @@ class FlatBucket:
         all-gather of the ranks' shards, for which `gather_parameters` waits."""
         if self.part is not self.masters and self.low is None:
             self.part.copy_(self.masters)
-        if self.bucket.sharded and not self.bucket.has_sharded_weights:
+        if self.bucket.sharded and not self.bucket.frees_weights:
             self._gathering = self._launch_gather(self._written)
             self.resident = not self._gathering
 
@@ -179,8 +183,12 @@ class FlatBucket:
     def prefetch_parameters(self) -> None:
         """Start the all-gather of this bucket's parameters (ZeRO-3), unless they are in memory or under way."""
         if not self.resident and not self._gathering:
-            self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.itemsize)
+            self._take_memory()
             self._gathering = self._launch_gather(self._written)
+
+    def _take_memory(self) -> None:
+        """Give the compute copies memory, which they had no longer, of undefined content."""
+        self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.itemsize)
 
     def gather_parameters(self) -> None:
         """Wait for the all-gather of this bucket's parameters from the ranks' shards, starting it if need be."""
@@ -191,7 +199,7 @@ class FlatBucket:
 
     def release_parameters(self) -> None:
         """Free the memory of gathered parameters (ZeRO-3); `gather_parameters` makes views readable again."""
-        if self.bucket.has_sharded_weights:
+        if self.bucket.frees_weights:
             self._whole.untyped_storage().resize_(0)
             self.resident = False
 

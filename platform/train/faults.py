@@ -99,4 +99,4 @@ def flip_bit(weights: Mapping[str, Tensor]) -> None:
     """Flip one bit of this rank's first weight block in `weights` (name -> block), as silent memory corruption."""
     w = next(w for w in weights.values() if w.numel()).detach()
     words = w.view(-1).view(WORDS[w.element_size()])
-    words[len(words) // 2] ^= 1 << {2: 6, 4: 22, 8: 51}[w.element_size()]  # the highest bit of the mantissa
+    words[len(words) // 2] ^= 1 << {1: 6, 2: 6, 4: 22, 8: 51}[w.element_size()]  # the mantissa's highest

@@ -169,8 +169,8 @@ class RankPass:
         self._last = plan.chunks[-1].number
         parts = pass_plan.body, pass_plan.head
         self._body, self._head = (ParallelOps(p, communicator, weights.forward_tensors, ahead=False) for p in parts)
-        if plan.sharded:
-            residency = self._build_residency(weights, frees=plan.zero == 3)
+        if weights.residency:
+            residency = self._build_residency(weights, frees=plan.frees_weights)
             self._body.residency = self._head.residency = residency
         self._parts = {c.number: replace(pass_plan.body, chunks=(c,)) for c in pass_plan.body.chunks}
         self._row = pass_row(pass_plan.placement, self._stage)

@@ -27,6 +27,7 @@ from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import is_absent_block
 from platform.runtime.flat_buffers import FlatBucket, join_halves, split_halves
+from platform.runtime.normal_floats import QuantisedBucket
 from platform.runtime.parallel_ops import initialise
 from platform.runtime.residency import ParameterResidency, ResidentSpan
 from platform.train.replies import RankRange
@@ -66,16 +67,18 @@ class RankWeights:
         ahead; `reads_frozen`: frozen weights get no initial values, as they are read."""
         self._plan, self._overlap = plan, overlap
         low, high = DTYPES[plan.precision]
-        self.buckets = [FlatBucket(plan, communicator, bucket, low, high) for bucket in plan.buckets]
+        kinds = [QuantisedBucket if bucket.quantised else FlatBucket for bucket in plan.buckets]
+        self.buckets = [kind(plan, communicator, b, low, high) for kind, b in zip(kinds, plan.buckets, strict=True)]
         self._trained = [flat for flat in self.buckets if not flat.bucket.frozen]
         for flat in self.buckets:
             flat.complete = self._reduce_complete_bucket
             begins = seed is not None and not (flat.bucket.frozen and reads_frozen)
             for p in flat.bucket.parameters if flat.here and begins else ():
                 master = flat.master[p.name]
-                apart = flat.bucket.sharded or flat.low is not None
+                is_encoded = flat.low is not None or flat.bucket.quantised
+                apart = flat.bucket.sharded or is_encoded
                 shape = plan.block_shape(p, communicator.coordinates)
-                dtype = master.dtype if flat.low is None else high
+                dtype = high if is_encoded else master.dtype
                 block = torch.empty(shape, dtype=dtype, device=master.device) if apart else master
                 initialise(plan, communicator, p, seed, block)
                 flat.fill_parameter(p.name, block)
@@ -88,16 +91,16 @@ class RankWeights:
             self.states[p.name] = torch.empty(plan.global_shape(p), dtype=high, device=communicator.device)
             initialise(plan, communicator, p, seed, self.states[p.name])
         self.averages: dict[str, Tensor] = {}  # name -> average of a master copy over the updates, if they are kept
-        self.residency = self._build_residency(communicator) if plan.sharded else None
+        self.residency = self._build_residency(communicator) if plan.sharded or plan.frees_weights else None
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
         self._users = [{c.number for c in plan.chunks if c.parameter_names & f.compute.keys()} for f in self._trained]
 
     def _build_residency(self, communicator: Communicator) -> ParameterResidency:
-        """Construct the Residency that gathers this rank's ZeRO shards for each span of the stage's model chunks, in
-        training."""
-        frees = self._plan.zero == 3
+        """Construct the Residency that gathers this rank's ZeRO shards, and makes numbers of 4 bits, for each span of
+        the stage's model chunks, in training."""
+        frees = self._plan.frees_weights
         spans = {
             c.number: [
                 ResidentSpan(common_name(names) if frees else "", [f for f in self.buckets if read & f.compute.keys()])
@@ -113,6 +116,13 @@ class RankWeights:
     def forward_tensors(self) -> dict[str, Tensor]:
         """Return name -> what the forward pass reads: this rank's blocks of parameters, and its states."""
         return self.compute | self.states
+
+    def quantise_weights(self, numbers: Mapping[str, Tensor]) -> None:
+        """Keep in 4 bits what this rank has of parameters: name -> the `numbers` of its block, or shard, flat."""
+        for name, weights in numbers.items():
+            flat = self._bucket_of[name]
+            assert isinstance(flat, QuantisedBucket), "others are filled as they are"
+            flat.store_weights(name, weights)
 
     @property
     def own_masters(self) -> dict[str, Tensor]:
@@ -268,7 +278,7 @@ class RankWeights:
     def wait_for_gathers(self) -> None:
         """Wait for compute copies of weights that are still being gathered since the last training step (ZeRO-1, 2)."""
         for flat in self.buckets:
-            if not (flat.bucket.has_sharded_weights or flat.resident):
+            if not (flat.bucket.frees_weights or flat.resident):
                 flat.gather_parameters()
 
     @torch.no_grad()

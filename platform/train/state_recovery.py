@@ -267,7 +267,7 @@ def _replica_tensors(trainer: Trainer) -> dict[str, Tensor]:
     for name, w in weights.compute.items():
         bucket = plan.bucket_by_parameter[name]
         is_master = w is weights.master[name] or (name in all_halves and not bucket.sharded)
-        if not bucket.has_sharded_weights and w.numel() and not is_master:
+        if not bucket.frees_weights and w.numel() and not is_master:
             tensor_by_name[f"{COPIES}.{name}"] = w.detach()
     return tensor_by_name
 

@@ -135,7 +135,7 @@ class Trainer:
         self._poison = nan if fault and fault.kind == "nan" else 0.0
         if fault and fault.kind == "flip":
             self.weights.wait_for_gathers()
-            flip_bit(self.weights.stored_masters if plan.zero == 3 else self.weights.compute)
+            flip_bit(self.weights.stored_masters if plan.frees_weights else self.weights.compute)
         clock.entered = arm_fault(fault) if fault and fault.kind not in ("nan", "flip") else None
         passes = self.enter_step(step)
         watched = ActivationWatch(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None

@@ -30,11 +30,11 @@ from platform.checkpoint.blocks import (
 from platform.checkpoint.buffer import FileImage, LiveBlocks
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused
 from platform.checkpoint.memory_recovery import recover_state
-from platform.checkpoint.moves import World
+from platform.checkpoint.moves import World, fill_blocks
 from platform.checkpoint.snapshots import NodeSnapshot
 from platform.config.fields import hash_values
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, probe_optimizer_state
-from platform.plan.model_types import LOW, SCALES
+from platform.plan.model_types import LOW, NF4_BLOCK, SCALES
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import all_gather_values
@@ -83,7 +83,9 @@ def _moment_type(plan: Plan, moment: str, name: str, wide: str) -> str:
 def list_base_tensors(plan: Plan) -> list[HeldTensor]:
     """Return the weights that a plan's adapters are of, as `list_state_tensors` does others; [] without adapters."""
     weights = list_held_tensors(plan, "model", DTYPES[plan.precision][0]) if plan.adapters else []
-    return [h for h in weights if h.name.removeprefix("model.") in plan.frozen]
+    quantised = {f"model.{name}" for name in plan.quantised}  # made of fp32 numbers, whatever is computed with
+    base = [h for h in weights if h.name.removeprefix("model.") in plan.frozen]
+    return [replace(h, dtype="float32") if h.name in quantised else h for h in base]
 
 
 def _is_kept_moment(plan: Plan, moment: str, name: str) -> bool:
@@ -207,15 +209,30 @@ class RankTrainingState:
     def _fill_weights(self, start_weights: InitialWeights, held: Sequence[HeldTensor]) -> None:
         """Fill this rank's blocks of the weights `held` that are among `start_weights`; all ranks call it together."""
         names, plan, at = {p.name for p in start_weights.pieces}, self._plan, self._communicator.coordinates
-        weights = {n: w for n, w in self._trainer.weights.own_masters.items() if n in plan.frozen and plan.adapters}
+        base = plan.frozen.difference(plan.quantised) if plan.adapters else ()
+        weights = {n: w for n, w in self._trainer.weights.own_masters.items() if n in base}
         blocks = [*local_blocks(plan, "model", weights, at), *self.live_blocks()]
         halves = [(h, f"model.{h.name.partition('.')[2]}") for h in held if h.name.startswith(("model.", f"{LOW}."))]
         wanted = {h.name: h for h, weight in halves if weight in names or not plan.adapters}
+        for name in plan.quantised:
+            if weight := wanted.pop(f"model.{name}", None):
+                self._fill_quantised_weight(name, weight, start_weights)
         blocks = [b for b in blocks if b.name in wanted]
         pieces = [p for p in start_weights.pieces if p.name in wanted]
         wide = {name: "float32" for name in wanted if name.replace("model.", f"{LOW}.", 1) in wanted.keys() - {name}}
         fill_wide(pieces, start_weights.fetch, [*wanted.values()], blocks, self._world, wide)
         self._trainer.weights.refresh_copies()
+
+    def _fill_quantised_weight(self, name: str, weight: HeldTensor, start_weights: InitialWeights) -> None:
+        """Fill this rank's part of the parameter `name`, the tensor `weight`, which is kept in 4 bits: it is read as
+        numbers, one parameter at a time; all ranks call it together."""
+        weights, numbers = self._trainer.weights, dict[str, Tensor]()
+        if (stored := weights.own_masters.get(name)) is not None:
+            numbers[name] = stored.new_empty(len(stored) * NF4_BLOCK, dtype=torch.float32)
+        blocks = local_blocks(self._plan, "model", numbers, self._communicator.coordinates)
+        pieces = [p for p in start_weights.pieces if p.name == weight.name]
+        fill_blocks(pieces, start_weights.fetch, [weight], blocks, self._world)
+        weights.quantise_weights(numbers)
 
     def _open_initial_weights(self) -> InitialWeights:
         """Open the weights of train.init, and check that all ranks see the same files. Raises Refused on all ranks

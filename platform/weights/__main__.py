@@ -113,6 +113,8 @@ def _export_weights(arguments: argparse.Namespace) -> int:
     except BaseException:
         remove_empty_directories(new_folders)
         raise
+    for note in export.merged.notes if export.merged else ():
+        print(escape_terminal_text(note))
     if not vocabulary:
         print("without a tokenizer: --tokenizer PATH or --like FOLDER takes one along")
     place = f"{export.family.architecture} in {strip_url_secrets(arguments.folder)}"

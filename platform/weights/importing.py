@@ -43,6 +43,9 @@ from platform.data.tokenizer_files import has_tokenizer
 from platform.model import build_model
 from platform.model.tuning import find_adapters
 from platform.optimizer.optimizers import AVERAGE
+from platform.plan.adapters import can_quantise
+from platform.plan.model_types import NF4_BLOCK
+from platform.runtime.normal_floats import round_to_normal_floats
 from platform.weights import FROM_HF, tensor_names
 from platform.weights.config_keys import QUANTISED
 from platform.weights.model_folder import CONFIG, Place, SavedModel, is_saved_model
@@ -307,8 +310,12 @@ def _open_adapted_weights(
         tune = parse_stored_tune(manifest.meta.identity)
         stored = StoredAdapters(storage, directory, manifest, config.model, tune)
         check_tensors(manifest, stored.shapes)
+    notes = [*weights.notes]
+    if config.tune.kind != tune.kind and "qlora" in (config.tune.kind, tune.kind):
+        notes.append(_IN_4_BITS[tune.kind == "qlora", config.tune.kind == "none"])
     if config.tune.kind == "none":
-        return replace(weights, url=url, fetch=stored.merge_products(weights.fetch), base=base)
+        fetch_base = _fetch_as_quantised(weights, config.model) if tune.kind == "qlora" else weights.fetch
+        return replace(weights, url=url, fetch=stored.merge_products(fetch_base), base=base, notes=notes)
     if differs := stored.describe_difference(find_adapters(config.model, config.tune, build_model(config.model))):
         raise ConfigError(KEY, url, f"holds other adapters: {differs}")
     of_adapters, fetch_block = list_stored_pieces(manifest, stored.shapes), build_block_fetch(storage, directory)
@@ -319,7 +326,37 @@ def _open_adapted_weights(
             pairs = [(p, m) for p, m in zip(wanted, into, strict=True) if (p.name in stored.shapes) == is_adapter]
             read([p for p, _ in pairs], [m for _, m in pairs])
 
-    return replace(weights, url=url, pieces=[*weights.pieces, *of_adapters], fetch=fetch, base=base)
+    return replace(weights, url=url, pieces=[*weights.pieces, *of_adapters], fetch=fetch, base=base, notes=notes)
+
+
+# are adapters of a base in 4 bits, and is the run without any -> what it starts from
+_IN_4_BITS = {
+    (True, True): "adapters trained with tune=qlora: added to what their base is in 4 bits",
+    (True, False): "adapters trained with tune=qlora: their base is not in 4 bits here",
+    (False, False): "adapters trained with tune=lora: their base is in 4 bits here",
+}
+
+
+def _fetch_as_quantised(weights: InitialWeights, model: Model) -> Fetch[Any]:
+    """Return a function that reads pieces of weights; the weights that QLoRA keeps in 4 bits, as numbers made of
+    these."""
+    shapes = {f"model.{name}": shape for name, (p, shape) in list_parameters(model).items() if can_quantise(p)}
+
+    def fetch_quantised(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
+        """Read wanted pieces of weights, in 4 bits where they are kept so: by the rows that have whole blocks."""
+        pairs = list(zip(wanted, into, strict=True))
+        plain = [(piece, memory) for piece, memory in pairs if piece.name not in shapes]
+        weights.fetch([piece for piece, _ in plain], [memory for _, memory in plain])
+        for piece, memory in pairs:
+            if shape := shapes.get(piece.name):
+                box = Box.whole_tensor(shape)
+                if prod(shape[1:]) % NF4_BLOCK == 0:
+                    box = Box((piece.box.offset[0], *box.offset[1:]), (piece.box.extent[0], *shape[1:]))
+                numbers = round_to_normal_floats(read_weight(weights, piece.name, box).float())
+                block = memory.view(DTYPES[piece.dtype]).view(piece.box.extent)
+                block.copy_(numbers[piece.box.relative_slices(box)])
+
+    return fetch_quantised
 
 
 def check_base(weights: InitialWeights, base: BaseWeights, url: str) -> None:

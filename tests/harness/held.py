@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
+from torch import Tensor
+
 from platform.checkpoint.blocks import Box, join_chains, list_written_parts
+from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
 from platform.plan.plan import Plan
 from platform.train.trainer import Trainer
 from platform.train.training_state import RankTrainingState
@@ -19,12 +23,12 @@ def check_held(trainer: Trainer) -> None:
     rank, at, weights = communicator.rank, communicator.coordinates, trainer.weights
     for p in plan.parameters:
         start, stop = plan.shard_range(p, at) if plan.has_block(p, at) else (0, 0)
-        have = weights.master[p.name].numel() if p.name in weights.master else 0
+        have = elements_of(weights.master[p.name]) if p.name in weights.master else 0
         assert have == stop - start, f"rank {rank} holds {have} elements of {p.name}, planned are {start} to {stop}"
     here = [flat for flat in weights.buckets if flat.here]
     masters = sum(flat.masters.numel() for flat in here if not flat.bucket.frozen)
-    kept = sum(flat.part.numel() * (1 if flat.bucket.has_sharded_weights else flat.bucket.shards) for flat in here)
-    frozen = sum(w.numel() for name, w in weights.own_masters.items() if name in plan.frozen)
+    kept = sum(elements_of(flat.part) * (1 if flat.bucket.frees_weights else flat.bucket.shards) for flat in here)
+    frozen = sum(elements_of(w) for name, w in weights.own_masters.items() if name in plan.frozen)
     counted = masters, kept, frozen
     planned = (
         plan.count_masters_of_rank(at),
@@ -45,6 +49,11 @@ def check_held(trainer: Trainer) -> None:
     blocks.view_stretches(
         [(part, 0, 0) for part in (*parts, *list_written_parts(state.held, rank))]
     )  # a snapshot's and a checkpoint's
+
+
+def elements_of(w: Tensor) -> int:
+    """How many elements of a parameter there are, perhaps in 4 bits."""
+    return w.numel() // NF4_BYTES * NF4_BLOCK if w.dtype == torch.uint8 else w.numel()
 
 
 def check_stages(plan: Plan) -> None:

@@ -78,10 +78,8 @@ class Live(TorchDispatchMode):
 
             return run
 
-        bucket.prefetch_parameters, bucket.release_parameters = (
-            seen(bucket.prefetch_parameters),
-            seen(bucket.release_parameters),
-        )
+        for name in ("_take_memory", "release_parameters"):
+            setattr(bucket, name, seen(getattr(bucket, name)))
         bucket.release_parameters()
 
     def see_freed_masters(self, bucket: FlatBucket) -> None:
@@ -135,7 +133,7 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
         with Live() as live:
             live.without_transport(communicator)
             trainer = trainer_of(c, plan, communicator)
-            for bucket in trainer.weights.buckets if plan.zero == 3 else ():
+            for bucket in trainer.weights.buckets if plan.frees_weights else ():
                 live.follow(bucket)
             for bucket in trainer.weights.buckets:
                 live.see_freed_masters(bucket)
@@ -168,7 +166,7 @@ def count_answering(c: Config, plan: Plan) -> int:
         with Live() as live:
             live.without_transport(communicator)
             trainer = trainer_of(c, plan, communicator)
-            for bucket in trainer.weights.buckets if plan.zero == 3 else ():
+            for bucket in trainer.weights.buckets if plan.frees_weights else ():
                 live.follow(bucket)
             trainer.step(1)
             live.peak = live.now

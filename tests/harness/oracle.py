@@ -19,6 +19,7 @@ from platform.config.fields import PREFERENCE, WEIGHTED, Branch, Config, Pipelin
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.special_tokens import SpecialIds
+from platform.plan.model_types import NF4_BLOCK
 from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
 from platform.plan.simulate import stage_rows
@@ -26,6 +27,7 @@ from platform.plan.step_collectives import communication
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, Launch, SingleRank
+from platform.runtime.normal_floats import decode_weights
 from platform.train.replies import Differences
 from platform.train.trainer import Trainer
 from tests.harness.replay import replay
@@ -235,11 +237,21 @@ def with_operations(plan: Plan, operations: Mapping[tuple[str, str], Any]) -> Pl
     return replace(plan, chunks=tuple(chunks))
 
 
+def numbers_of(trainer: Trainer) -> dict[str, Tensor]:
+    """New copies of what a rank has of its parameters, of those in 4 bits the numbers that they stand for."""
+    plan, numbers = trainer.plan, {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    for p in (p for p in trainer.stage.parameters if p.name in frozenset(plan.quantised) and numbers[p.name].numel()):
+        stored, shape = numbers[p.name], plan.block_shape(p, trainer.communicator.coordinates)
+        flat = decode_weights(stored, torch.empty(len(stored) * NF4_BLOCK, dtype=torch.float64))
+        numbers[p.name] = flat.view(shape) if flat.numel() == torch.Size(shape).numel() else flat
+    return numbers
+
+
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     """Gradients of the first step and parameters after three, on one rank."""
     torch.set_num_threads(1)
     trainer = trainer_of(c, plan, communicator)
-    initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    initial = numbers_of(trainer)
     gradients: dict[str, Tensor] = {}
 
     def keep() -> Differences:
@@ -253,7 +265,7 @@ def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
     routing, trainer.ops.routing = trainer.ops.routing, None
     moved = Counter(first.comm_bytes)
     losses = [first.loss, *(trainer.step(k).loss for k in range(2, STEPS + 1))]
-    final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    final = numbers_of(trainer)
     numbers, routed, states = (first.loss, first.grad_norm), first.routed, trainer.weights.states
     more = {}, routed, states, routing
     return Result(communicator.rank, *numbers, gradients, initial, final, losses, moved, log, *more)
