@@ -9,7 +9,7 @@ from typing import Any
 from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_user_settings_key, fixed_key, free_key, key
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.model_types import CROSS_ENTROPY, KERNELS, PAIR_LOSSES
-from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS
+from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS, VECTORS
 
 
 @dataclass
@@ -360,6 +360,10 @@ class Tensor:
     gathered: str = key(
         "keep", "gathered operands: keep, gather again in backward, or SUMMA's panels; auto: the planner chooses",
         tuple(GATHERED), left_open=13,
+    )  # fmt: skip
+    vectors: str = key(
+        "even", "ranks that hold norms and biases in 3-D schemes: all, or those with equal indices along y and z, as in"
+        " algorithms 7 and 8 of Bian et al.", tuple(VECTORS),
     )  # fmt: skip
     uneven: bool = key(False, "dims that axes do not divide are cut into blocks that differ by one")
     layout: Any = key(

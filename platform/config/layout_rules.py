@@ -23,7 +23,7 @@ from platform.config.ramps import length_phases
 from platform.plan.chunks import BUCKET_MIB
 from platform.plan.generators import NO_TABLE, ONE_CHUNK
 from platform.plan.layout import DIMS, find_divisors
-from platform.plan.scheme import NESTED, REGIONS, RESERVED, ROLES, axes_of_experts
+from platform.plan.scheme import DIAGONAL, NESTED, REGIONS, RESERVED, ROLES, axes_of_experts
 
 KNOWN_DIMS = list(DIMS)  # tensor dims that tensor.layout may name
 _REGIONS = (*REGIONS, "parameters")  # regions of tensor.layout and of branches
@@ -275,10 +275,18 @@ def _violations_of_pipeline(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "pipeline.file", "only for pipeline=file", ["pipeline=file", ""])
 
 
+def forbids_zero(config: Config) -> bool:
+    """Return True if by its keys some ranks of a stage alone hold some parameters, beside which ZeRO is not built."""
+    return bool(config.branch.only) or config.tensor.vectors != "even"
+
+
 def _violations_of_zero(config: Config) -> Iterator[str]:
     """Yield a refusal line for a branch beside which ZeRO is not built, and for groups of too few replicas."""
     if config.parallel.zero and config.branch.only:
         reason = f"not built yet beside branch={config.branch.kind}, whose common parameters are on sub-grid 0 alone"
+        yield violation_of_key(config, "parallel.zero", reason, [0])
+    elif config.parallel.zero and forbids_zero(config):
+        reason = f"not built yet beside tensor.vectors={config.tensor.vectors}, which some ranks alone hold"
         yield violation_of_key(config, "parallel.zero", reason, [0])
     group, experts = config.parallel.zero_group, config.parallel.experts
     if config.parallel.zero and 0 < group < experts:
@@ -407,6 +415,22 @@ def _violations_of_scheme(config: Config) -> Iterator[str]:
             yield violation_of_key(config, "tensor.layout", "only for tensor=layout")
 
 
+def _violations_of_vectors(config: Config) -> Iterator[str]:
+    """Yield a refusal line for vectors on the diagonal of a plane that a tensor scheme has not, or that is no square.
+    Sizes that the planner chooses are not judged: if they are no square, vectors lie as ever."""
+    tensor, declared = config.tensor, list_tensor_axes(config.tensor)
+    if tensor.vectors == "even" or {"tensor", ALL} & {*config.plan.search}:
+        return
+    sizes = {f"tensor.axes.{axis}": tensor.axes.get(axis, 1) for axis in DIAGONAL}
+    if not {*DIAGONAL} <= {*declared}:
+        constraint = f"tensor={tensor.scheme} has no plane of axes {' and '.join(DIAGONAL)}"
+        yield violation_of_key(config, "tensor.vectors", constraint, ["even", "tensor=3d_literal", "tensor=3d"])
+    elif not sizes.keys() & {*config.plan.search} and len({*sizes.values()}) > 1:
+        shown, side = (" and ".join(f"{key}={n}" for key, n in sizes.items()), max(sizes.values()))
+        legal = ["even", " ".join(f"{key}={side}" for key in sizes)]
+        yield violation_of_key(config, "tensor.vectors", f"the plane of {shown} has no diagonal", legal)
+
+
 def _violations_of_branch(config: Config) -> Iterator[str]:
     """Yield a refusal line for a branch scheme without its table, and for each branch axis that has no scheme or whose
     name a tensor axis has."""
@@ -442,6 +466,7 @@ RULES = (
     violations_of_worker_count,
     _violations_of_pipeline,
     _violations_of_scheme,
+    _violations_of_vectors,
     violations_of_tables,
     _violations_of_branch,
     _violations_of_slice_via,

@@ -73,6 +73,11 @@ class Layout(Mapping[str, tuple[str, ...]]):
         """Return all mesh axes that split some dim in this layout, dim by dim."""
         return tuple(a for _, axes in self.items_ for a in axes)
 
+    @property
+    def diagonal_axes(self) -> tuple[str, ...]:
+        """Return the axes along which a diagonal of the mesh has the tensor in this layout, one rank at each index."""
+        return tuple(base_axis(a) for a in self.only if base_axis(a) != a)
+
     def restrict_dims(self, dims: Iterable[str]) -> Layout:
         """Return the layout of a complete tensor that has only the dims `dims`, split over the same mesh axes."""
         kept_dims = set(dims)
@@ -105,9 +110,20 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return split + (f"; only at {'+'.join(self.only)}=0" if self.only else "") + partial
 
 
+def base_axis(axis: str) -> str:
+    """Return the axis of a mesh that is shifted into `axis`, which is itself for one that is not: y for `y-z`."""
+    return axis.partition("-")[0]
+
+
 def is_at_index_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> bool:
     """Return True if the mesh `coordinates` are 0 along all `axes`: the ranks at which some tensors alone exist."""
-    return not any(coordinates[a] for a in axes)
+    return not any(_unwrapped_index(axis, coordinates) for axis in axes)
+
+
+def _unwrapped_index(axis: str, coordinates: Mapping[str, int]) -> int:
+    """Return the index along a mesh axis, below 0 where one that is shifted begins before its ranks do."""
+    base, _, shift = axis.partition("-")
+    return coordinates[base] - (coordinates[shift] if shift else 0)
 
 
 def common_prefix(*lists: Sequence[str]) -> tuple[str, ...]:
@@ -230,6 +246,9 @@ def local_shape(
 class Mesh:
     """Arranges ranks in row-major order over `shape`, pairs of (axis, size): the last axis varies fastest.
 
+    Beside its axes it knows shifted ones: `y-z`, for axes of one size, numbers the ranks along y from that at which the
+    index along y is the one along z. So the diagonal of the plane is index 0 of `y-z`, and of `z-y`.
+
     >>> Mesh.arrange_axes({"data": 2, "t": 3}).rank_coordinates(4)
     {'data': 1, 't': 1}
     """
@@ -259,13 +278,13 @@ class Mesh:
         """Return the number of ranks along these mesh axes together: the product of their sizes."""
         ranks = 1
         for axis in axes:
-            ranks *= self.axes[axis]
+            ranks *= self.axes[base_axis(axis)]
         return ranks
 
     def order_axes(self, axes) -> tuple[str, ...]:
         """Return the given axes of more than one rank in mesh order: the canonical name of their process group."""
-        axis_set = set(axes)
-        return tuple(a for a, n in self.shape if a in axis_set and n > 1)
+        name_by_base = {base_axis(a): a for a in axes}
+        return tuple(name_by_base[a] for a, n in self.shape if a in name_by_base and n > 1)
 
     def rank_coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a rank along every axis of the mesh."""
@@ -285,7 +304,8 @@ class Mesh:
         """Return the position of a rank at `coordinates` in its group along `axes`, the first axis being major."""
         i = 0
         for axis in axes:
-            i = i * self.axes[axis] + coordinates[axis]
+            ranks = self.axes[base_axis(axis)]
+            i = i * ranks + _unwrapped_index(axis, coordinates) % ranks
         return i
 
     def group_of_rank(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
@@ -294,6 +314,8 @@ class Mesh:
 
     def list_groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the ranks of every process group along `axes`, which partition all ranks, by first rank."""
+        if any(axis not in self.axes for axis in axes):
+            return list(dict.fromkeys(self.group_of_rank(rank, axes) for rank in range(self.world_size)))
         others = tuple(axis for axis in self.axes if axis not in axes)
         inside = _group_offsets(self, tuple(axes))
         return [tuple(first + offset for offset in inside) for first in _group_offsets(self, others)]
@@ -324,9 +346,12 @@ def _group_offsets(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, ...]:
 @cache
 def _find_group(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the process group of a `rank` of a mesh: all ranks that differ from it along `axes` alone, with itself."""
-    coordinates = mesh.rank_coordinates(rank)
-    first = rank - sum(coordinates[axis] * mesh._axis_strides[axis] for axis in axes)
-    return tuple(first + offset for offset in _group_offsets(mesh, axes))
+    coordinates, bases = mesh.rank_coordinates(rank), tuple(map(base_axis, axes))
+    first = rank - sum(coordinates[axis] * mesh._axis_strides[axis] for axis in bases)
+    group = tuple(first + offset for offset in _group_offsets(mesh, bases))
+    if axes == bases:
+        return group
+    return tuple(sorted(group, key=lambda member: mesh.index_in_group(mesh.rank_coordinates(member), axes)))
 
 
 # Stretches of consecutive positions, and the pairs of queries and keys in which an attention computes.

@@ -16,11 +16,11 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
-from platform.plan.layout import Layout
+from platform.plan.layout import Layout, base_axis
 from platform.plan.model_types import Parameter, Spec
 from platform.plan.operation_plan import Collective, Panels, PlannedOperation
 from platform.plan.plan import Plan
-from platform.plan.rule import LENDING, Conversion, RelayoutStep
+from platform.plan.rule import COLLECTIVES, LENDING, Conversion, RelayoutStep
 
 SPLIT, PARTIAL, ALONE, WHOLE = "split", "partial", "at index 0 alone", "whole"
 
@@ -69,11 +69,11 @@ class Spread(NamedTuple):
 
     def state_along_axis(self, axis: str) -> str:
         """Return what the tensor is along a mesh axis: split, partial, at index 0 alone, or whole."""
-        if axis in self.partial:
+        if base_axis(axis) in self.partial:
             return PARTIAL
         if axis in self.only:
             return ALONE
-        return SPLIT if axis in self.axes else WHOLE
+        return SPLIT if base_axis(axis) in self.axes else WHOLE
 
     def describe_axis(self, axis: str) -> str:
         """Return in words what the tensor is along a mesh axis, with the dim that the axis splits."""
@@ -132,7 +132,7 @@ def apply_step(spread: Spread, step: RelayoutStep) -> Spread:
         if step.op != "all_to_allv" and split[dim] != (*remaining, *axes):
             raise Unsound(f"{move} joins {dim}, which is split over {axes_of_dim}, the last one first")
         split[dim] = remaining
-    partial.difference_update(axes)
+    partial.difference_update(map(base_axis, axes))
     only.difference_update(axes)
     _check_ranks_of_step(step, only)
     if becomes == SPLIT:
@@ -146,9 +146,12 @@ def apply_step(spread: Spread, step: RelayoutStep) -> Spread:
 
 def _check_ranks_of_step(step: RelayoutStep, only: Set[str]) -> None:
     """Raise Unsound for a step that ranks take elsewhere than at index 0 of the axes `only`, where the tensor is."""
+    move = f"{step.op} over {join_axis_names(step.axes)}"
     if set(step.only) != only:
-        move = f"{step.op} over {join_axis_names(step.axes)}"
         raise Unsound(f"{move} is taken at index 0 of {join_axis_names(step.only)}, not of {join_axis_names(only)}")
+    lone = [axis for axis in sorted(only) if axis.partition("-")[2] in map(base_axis, step.axes)]
+    if lone and step.op in COLLECTIVES:
+        raise Unsound(f"{move} is taken at index 0 of {lone[0]}, by one rank of each group")
 
 
 def describe_difference(actual: Spread, expected: Spread) -> str:

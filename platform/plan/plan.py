@@ -250,7 +250,8 @@ class Plan:
 
     def master_split_axes(self, p: Parameter) -> tuple[str, ...]:
         """Return the mesh axes along which ranks hold different parts of the master copy of parameter `p`."""
-        return (*self.layout(p).axes, *self.bucket_by_parameter[p.name].sharded)
+        layout = self.layout(p)
+        return (*layout.axes, *layout.diagonal_axes, *self.bucket_by_parameter[p.name].sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """Return the global shape of an activation or parameter as the model declares it: vocab without padding."""

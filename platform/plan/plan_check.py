@@ -396,9 +396,10 @@ def _violations_of_buckets(plan: Plan) -> Iterator[str]:
                 yield f"{p.name}: its bucket sums over {join_axis_names(bucket.axes)}, and it is partial over {partial}"
             if size != prod(plan.local_shape(p)):
                 yield f"{p.name}: its block has {prod(plan.local_shape(p))} elements, its place in the bucket {size}"
-            if sorted(plan.master_split_axes(p)) != sorted((*layout.axes, *split)):
+            split_axes = (*layout.axes, *layout.diagonal_axes, *split)
+            if sorted(plan.master_split_axes(p)) != sorted(split_axes):
                 counted_axes = join_axis_names(plan.master_split_axes(p))
-                actual_axes = join_axis_names((*layout.axes, *split))
+                actual_axes = join_axis_names(split_axes)
                 yield f"{p.name}: the norm counts it as split over {counted_axes}, and it is over {actual_axes}"
 
 

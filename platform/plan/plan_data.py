@@ -48,6 +48,7 @@ _FIELDS = {part: [f.name for f in fields(part) if f.init and f.compare] for part
 _LATER: dict[type, dict[str, Any]] = {
     Plan: {"stored": WIDE_STATES, "adapters": {}, "quantised": ()},
     Planner: {"frozen": ()},
+    Scheme: {"diagonal": ()},
     Einsum: {"frozen": False},
     RotaryScaling: {"short": (), "long": ()},
 }

@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from platform.plan.layout import Cut, Cuts, Layout, common_prefix
+from platform.plan.layout import Cut, Cuts, Layout, base_axis, common_prefix
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def relayout_steps(dims: Sequence[str], source: Layout, target: Layout) -> tuple
 
     def next_move() -> RelayoutStep | None:
         """Return the next move towards the target layout, the cheapest kind first; None once it is reached."""
-        used = {a for axes in now.values() for a in axes}
+        used = {a for axes in now.values() for a in axes} | {base_axis(a) for a in only}
         if dropped := tuple(a for a in target.only if a not in only and a not in used):
             only.extend(dropped)
             return RelayoutStep("drop", dropped)
@@ -204,8 +204,8 @@ def _adjoint_steps(step: RelayoutStep, partial: Sequence[str], parameter: bool) 
         case "all_to_all":
             return [replace(step, dim=step.joined, joined=step.dim)]
         case "broadcast":
-            summed = tuple(a for a in step.axes if a in partial)
-            unsummed = tuple(a for a in step.axes if a not in partial)
+            summed = tuple(a for a in step.axes if base_axis(a) in partial)
+            unsummed = tuple(a for a in step.axes if a not in summed)
             return [RelayoutStep(op, axes) for op, axes in (("drop", unsummed), ("reduce", summed)) if axes]
     if parameter and step.op in ("drop", "gather"):
         raise ValueError("a parameter of every rank would be used at index 0 alone")
@@ -274,7 +274,7 @@ def plan_operand_conversion(
 def partial_axes(source: Layout, compute_axes: Sequence[str]) -> tuple[str, ...]:
     """Return the axes over which an operation that computes on `compute_axes` leaves the gradient of a parameter in
     layout `source` partial: ranks along them hold summands of it."""
-    return tuple(a for a in compute_axes if a not in source.axes and a not in source.only)
+    return tuple(a for a in compute_axes if a not in (*source.axes, *map(base_axis, source.only)))
 
 
 def plan_result_conversion(dims: Sequence[str], source: Layout, target: Layout, partial: Sequence[str]) -> Conversion:

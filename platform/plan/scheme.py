@@ -47,6 +47,12 @@ TENSOR_EXPERTS = {
     "split": "split each, as they split other feed-forward layers",
     "whole": "divide the experts among them, each whole: fewer and wider products, where experts are narrow",
 }
+VECTORS = {
+    "even": "every rank along the axes that do not split it holds a block of it: none is broadcast",
+    "diagonal": "of the plane of axes y and z the diagonal holds it: algorithms 7 and 8 of Bian et al. 2021",
+}
+DIAGONAL = ("y", "z")  # axes of 3-D schemes, in the order of which algorithms 7 and 8 swap them
+HEAD_DIMS = {"kv_heads", "d_kv"}  # dims beside heads that a vector has, such as the bias of queries
 SLICE_VIA = {
     "all_to_all": "every rank gets what it needs",
     "all_gather": "every rank gets all and throws the rest away: as SUPER published it, which had no all-to-all",
@@ -78,6 +84,7 @@ class Scheme:
     ring: bool = False  # keys and values go around the axis context, and are not gathered over it
     zigzag: str = ""  # the axis to whose ranks pieces of length are dealt: see `layout.zigzag`
     rounds: int = 1  # in which they are dealt, two pieces a rank in each
+    diagonal: tuple[str, ...] = ()  # two axes of one size: a vector that one of them splits exists at equal indices
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""
@@ -111,7 +118,10 @@ class Scheme:
         if role in STATES:
             return Layout.build_canonical({})
         name = _name_parameter_role_of_experts(role) if "experts" in dims and role != "vector" else role
-        return Layout.build_canonical(self.parameters[name].restrict_dims(dims), self.parameters_only)
+        layout = self.parameters[name].restrict_dims(dims)
+        held = [axis for axis in self.diagonal if axis in layout.axes and len({*dims} - HEAD_DIMS) == 1]
+        beside = [f"{axis}-{held[0]}" for axis in self.diagonal if len(held) == 1 and axis not in held]
+        return Layout.build_canonical(layout, (*self.parameters_only, *beside))
 
     @property
     def sub_grid_zero_axes(self) -> tuple[str, ...]:
@@ -215,9 +225,9 @@ def compose_scheme(
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
     all of them begin, so that it moves alone, by one all-to-all. The axes of CONTEXT are put first in length's list in
-    every region; in the core of attention, exchange is put last in heads' list instead. A region's map replaces the
-    stream's; a region that the tensor scheme does not name has the stream's (core: attention's; experts: mlp's, and
-    d_model as the stream). With `whole` experts, what splits their d_ff splits dim experts instead.
+    every region; in the core of attention, exchange is put last in heads' list instead. A region that the scheme does
+    not name has the stream's map (core: attention's; experts: mlp's, and d_model as the stream). With `whole` experts,
+    what splits their d_ff splits dim experts instead.
     """
     sizes = {a: tensor["axes"].get(a, 1) for a in tensor["order"] or tensor["axes"]} | dict(branch["axes"])
     contexts = {axis: context[axis] for axis in CONTEXT if context.get(axis, 1) > 1}
@@ -251,10 +261,17 @@ def compose_scheme(
         gathered=tensor["gathered"],
         slice_via=branch["slice_via"],
         uneven=tensor["uneven"],
+        diagonal=DIAGONAL if tensor["vectors"] == "diagonal" and _has_diagonal(sizes) else (),
         **dict[str, Any](zero=zero, experts=experts, lent=lent if experts > 1 else 0, ring=ring),
         context=tuple(contexts.items()),
         **dict[str, Any](zigzag="context", rounds=rounds) if rounds and "context" in contexts else {},
     )
+
+
+def _has_diagonal(sizes: Mapping[str, int]) -> bool:
+    """Return True if the plane of a scheme whose axes are of these `sizes` is a square of more than one rank."""
+    sides = {sizes.get(axis, 1) for axis in DIAGONAL}
+    return len(sides) == 1 and sides != {1}
 
 
 Lent = tuple[tuple[int, ...], ...]  # for each rank of a group, the experts of others that it computes too, in order

@@ -17,7 +17,7 @@ import yaml
 
 from platform.config.composition import CONF
 from platform.config.fields import Config, Tensor, is_open_key, set_value
-from platform.config.layout_rules import list_tensor_axes
+from platform.config.layout_rules import forbids_zero, list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.scheme import GATHERED, TENSOR_EXPERTS, axes_of_experts
@@ -107,9 +107,9 @@ class Contender:
         ) > 0,
     )  # fmt: skip
     zero: int = choosable(
-        0, "parallel.zero", MODE, lambda space, _: ZERO[:1] if space.config.branch.only else ZERO,
+        0, "parallel.zero", MODE, lambda space, _: ZERO[:1] if forbids_zero(space.config) else ZERO,
         lambda _, x: x["data"] * x["context"] > 1,
-        lambda space, c: ZERO if c.data * c.context > 1 and not space.config.branch.only else (),
+        lambda space, c: ZERO if c.data * c.context > 1 and not forbids_zero(space.config) else (),
     )  # fmt: skip
     microbatch: int = choosable(
         1, "train.microbatch", SIZE,

@@ -17,7 +17,7 @@ from typing import Any
 from platform.boundary.refusals import NEAREST, format_violation
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Config
-from platform.config.layout_rules import OPEN_KEYS
+from platform.config.layout_rules import OPEN_KEYS, forbids_zero
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
@@ -266,7 +266,7 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
     if c.tensor.scheme == "1d":
         regions = {**c.tensor.regions, "stream": {"length": ["t"]}}
         yield "tensor=1d_sp", _replace_config_group(c, "tensor", scheme="1d_sp", regions=regions), False
-    if c.parallel.data > 1 and not c.parallel.zero and not c.branch.only:
+    if c.parallel.data > 1 and not c.parallel.zero and not forbids_zero(c):
         yield "parallel.zero=1", _replace_config_group(c, "parallel", zero=1), True
     if c.tensor.gathered == "keep":
         yield "tensor.gathered=again", _replace_config_group(c, "tensor", gathered="again"), False
@@ -284,7 +284,7 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
             replace(_replace_config_group(c, "train", microbatch=1), recompute="full"),
             False,
         )
-    if c.parallel.data > 1 and c.parallel.zero != 3 and not c.branch.only:
+    if c.parallel.data > 1 and c.parallel.zero != 3 and not forbids_zero(c):
         yield "parallel.zero=3", (sharded := _replace_config_group(c, "parallel", zero=3)), True
         if c.pipeline.kind != "file":
             least = replace(_replace_config_group(sharded, "train", microbatch=1), recompute="full")

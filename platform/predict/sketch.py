@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from platform.model import build_model
 from platform.plan.chunks import axes_of_replication, find_recordings
-from platform.plan.layout import Mesh, pad_to_multiple
+from platform.plan.layout import Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.operations.recorder import Recorder, Symbol
@@ -251,7 +251,8 @@ def _iterate_quantities(
         if c.dtype != "compute" or c.op == "rotate":
             continue
         elements = c.elements * even_sent_share(planner, o, c)
-        kind = Quantity("ahead" if goes else "collective", mesh.order_axes(c.axes), c.op, c.phase)
+        axes = tuple(map(base_axis, mesh.order_axes(c.axes)))
+        kind = Quantity("ahead" if goes else "collective", axes, c.op, c.phase)
         yield kind._replace(again=not is_left_out), elements
         if c.op == "all_gather":
             is_kept = c.phase == "forward" and planner.scheme.gathered == "keep"

@@ -275,6 +275,10 @@ tensor=layout tensor.axes.a=2 tensor.layout=5 | tensor.layout=5: must be dim:axi
 tensor=layout tensor.axes.a=2 tensor.layout={batch:[a | tensor.layout={batch:[a: not YAML
 tensor.order=[a] | tensor.order=[a]: lacks t, an axis of tensor.regions.attention.heads | [t]
 tensor.regions.mlp.d_ff=[q] | tensor.order=[t]: lacks q, an axis of tensor.regions.mlp.d_ff | d_ff=[t], [t,q]
+tensor.vectors=diag | tensor.vectors=diag: unknown | diagonal
+tensor.vectors=diagonal | tensor.vectors=diagonal: tensor=1d has no plane of axes y and z | even, tensor=3d
+tensor=3d tensor.axes.y=2 tensor.axes.z=4 tensor.vectors=diagonal | tensor.vectors=diagonal: the plane of | y=4 tensor
+tensor=3d tensor.vectors=diagonal parallel.data=2 parallel.zero=1 | parallel.zero=1: not built yet beside tensor.vec | 0
 tensor=3d tensor.order=[z,x] | tensor.order=[z,x]: lacks y | [z,x,y]
 train.loss=huber | train.loss=huber: unknown | '', cross_entropy
 train.loss=dpo | train.loss=dpo: data.objective=causal does not go with it | '', cross_entropy

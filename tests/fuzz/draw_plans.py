@@ -12,7 +12,7 @@ from typing import Any
 from platform.config.fields import Branch, Config, Parallel, Pipeline, Tensor
 from platform.config.layout_rules import expert_axis_sizes, legal_context_rounds
 from platform.plan.layout import find_divisors
-from platform.plan.scheme import NESTED, ROLES, compose_scheme
+from platform.plan.scheme import NESTED, ROLES, VECTORS, compose_scheme
 from platform.predict.choose_schedule import count_microbatches
 from platform.predict.make_plan import context_axis_sizes
 from tests.fuzz.draw_data import draw_data
@@ -161,6 +161,8 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, expert
     c.recompute_offload = c.recompute == "full" and beside.random() < 0.5
     c.train.mlp_chunks = beside.choice((1, 1, 2, 3))
     c.parallel.tensor_experts = beside.choice(("split", "whole"))
+    square = c.tensor.axes.get("y", 1) == c.tensor.axes.get("z", 1) > 1 and not c.parallel.zero
+    c.tensor.vectors = beside.choice((*VECTORS,)) if square else "even"
     return c
 
 

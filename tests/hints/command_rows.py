@@ -200,6 +200,7 @@ plan optimizer.groups=[{lr:0.1}]
 plan optimizer.groups=[{match:embedding,lr:-1}]
 plan optimizer.groups=[{match:nothing,lr:0.1}]
 plan optimizer=muon optimizer.matrices=nothing
+plan optimizer=muon optimizer.matrices=.*bias tensor=3d tensor.axes.y=2 tensor.axes.z=2 tensor.vectors=diagonal
 plan optimizer=muon optimizer.moments=int8
 plan precision=fp32 optimizer.masters=split
 plan optimizer=muon precision=bf16 optimizer.masters=split

@@ -81,6 +81,27 @@ def test_the_papers_cube(p):
     assert elements_per_rank("3d_literal", axes, "again") == Fraction(p - 1, p**3) * (39 * BSH + 36 * HH)
 
 
+@pytest.mark.parametrize("p", [2, 4])
+def test_the_papers_vectors(p):
+    """Algorithms 7 and 8 of Bian et al., of a vector of d_model: forward a broadcast from the diagonal over y and a
+    gather over x, backward a scatter of sums over x and their reduction to the diagonal; to the element."""
+    c = configure("3d_literal", {"x": p, "y": p, "z": p}, d_model=H, heads=16, length=S, microbatch=B, layers=1)
+    c.tensor.vectors = "diagonal"
+    plan = make_plan(c)
+    norm = next(o for (kind, name), o in plan.operations.items() if kind == "norm" and name.startswith("layers.0"))
+    moved = {(x.phase, x.op, x.axes): 0 for x in norm.collectives if x.dtype == "compute"}
+    for x in norm.collectives:
+        if x.dtype == "compute":
+            moved[x.phase, x.op, x.axes] += traffic_bytes(x, plan.mesh, {"compute": 1})
+    one, spread = 2 * (p - 1) * H, 2 * (p - 1) * p * H  # gain and bias
+    assert moved == {
+        ("forward", "broadcast", ("y-z",)): one,
+        ("forward", "all_gather", ("x",)): spread,
+        ("backward", "reduce_scatter", ("x",)): spread,
+        ("backward", "reduce", ("y-z",)): one,
+    }
+
+
 @pytest.mark.parametrize("g", [2, 4])
 def test_dsp_split_and_sum(g):
     """Jain et al. by split/sum: an all-gather and a reduce-scatter of the batch around each half layer, (g-1) V."""
