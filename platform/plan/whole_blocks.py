@@ -54,7 +54,6 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
     ),
     ("recompute=selective runs its attention again", lambda b: b.plan.recompute.kind == "selective"),
     ("train.mlp_chunks computes its rows in parts", lambda b: b.plan.mlp_chunks > 1),
-    ("train.freeze holds some of its parameters", lambda b: b.plan.frozen),
     ("the schedule takes its weight gradients apart", lambda b: b.splits),
     (
         "its experts' rows, or its attention's pairs, are counted in each pass",

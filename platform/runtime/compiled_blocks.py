@@ -10,7 +10,7 @@ from functools import cache, cached_property, partial
 from importlib import import_module
 from itertools import chain, repeat
 from operator import is_not
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from platform.runtime.residual import Region
 # autograd's thread, whose first kernels are a compiled backward pass's, has no context when it comes to a product
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
 
+Home = tuple[FlatBucket, tuple[str, ...]]  # bucket of compute copies, and the parameters that these are
 _is_tensor = partial(is_not, None)  # of an argument; called in C, as all that each block and microbatch costs the host
 
 
@@ -47,7 +48,7 @@ class CompiledBlock:
 
     functions: BlockFunctions
     tensors: Sequence[Tensor]
-    homes: Sequence[tuple[FlatBucket, tuple[str, ...]] | None]
+    homes: Sequence[Home | None]
     reads: Sequence[tuple] = ()
 
     def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
@@ -61,7 +62,7 @@ class CompiledBlock:
         """Return where the gradients of a compiled block's parameters are added, in as few pieces of memory as
         possible. Each is (flat bucket, names of parameters that lie one after another in it, indices of their gradients
         among the block's tensors in the same order, number of elements of each)."""
-        homes = {i: home for i, home in enumerate(self.homes) if home}
+        homes = {i: home for i, home in enumerate(self.homes) if _takes_gradient(home)}
         order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.parameter_ranges[homes[i][1][0]]))
         runs: list[tuple[FlatBucket, tuple[str, ...], list[int]]] = []
         for i in order:
@@ -110,6 +111,11 @@ class _Block(torch.autograd.Function):
         return None, None, *out
 
 
+def _takes_gradient(home: Home | None) -> TypeGuard[Home]:
+    """Return True if a tensor that a block reads, of the bucket and parameters `home`, is a parameter and trained."""
+    return home is not None and not home[0].bucket.frozen
+
+
 def compile_block(
     function: Callable[..., Tensor],
     arguments: Sequence[Tensor | None],
@@ -142,8 +148,9 @@ def compile_block(
         return None
     reads = [key for t in tensors if (key := known.get(id(t)))]
     leaves = [t.detach() for t in tensors]
-    primals = [*activations, *(t.detach().requires_grad_(h is not None) for t, h in zip(tensors, homes, strict=True))]
-    functions = _split_graph(graph.code, _TracedGraph(graph, primals))
+    pairs = zip(tensors, homes, strict=True)
+    primals = [*activations, *(t.detach().requires_grad_(_takes_gradient(home)) for t, home in pairs)]
+    functions = _split_graph(graph.code, tuple(x.requires_grad for x in primals), _TracedGraph(graph, primals))
     return CompiledBlock(functions, leaves[len(reads) :], homes[len(reads) :], reads)
 
 
@@ -168,9 +175,10 @@ class _TracedGraph:
 
 
 @cache
-def _split_graph(code: str, traced: _TracedGraph) -> BlockFunctions:
+def _split_graph(code: str, trained: Sequence[bool], traced: _TracedGraph) -> BlockFunctions:
     """Split the traced forward pass of a model's block into its forward and backward function by torch's AOT autograd.
-    Cached by the graph's `code`: blocks of equal code, as the layers of a stack have, share one pair of functions."""
+    Cached by the graph's `code` and by which primals take a gradient (`trained`): blocks that are equal in both, as the
+    layers of a stack are, share one pair of functions."""
     graphs: dict[str, GraphModule] = {}
     graph, primals = traced.take_graph()
     aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")

@@ -367,6 +367,7 @@ PATHS = {
     "blocks": ([], 35, 35),
     "blocks, recomputed": (["recompute=full"], 35, 70),
     "blocks with dropout": (["model.dropout=0.1"], 35, 35),
+    "blocks with adapters": (["tune=lora"], 35, 35),
     "functions": (["train.mlp_chunks=2"], None, None),
     "weight gradients apart": (["pipeline=zb_h1", "pipeline.stages=2", "train.global_batch=64"], None, None),
     "eager": (["train.compile=off"], None, None),

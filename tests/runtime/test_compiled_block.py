@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from tests.harness.oracle import MODELS, compare, configure, run, serial, traine
 from tests.harness.reference_model import ReferenceModel
 
 
-def compiling(**how) -> Config:
+def compiling(freeze=(), tune=None, **how) -> Config:
     c = configure(**how)
-    c.train.compile = "on"
+    c.train.compile, c.train.freeze = "on", list(freeze)
+    for key, value in (tune or {}).items():
+        setattr(c.tune, key, value)
     return c
 
 
@@ -47,6 +50,8 @@ def made(monkeypatch):
 
 
 _compiled_block = compiled_blocks.compile_block
+TUNE = {"kind": "lora", "rank": 4, "alpha": 8.0}
+FROZEN = {"freeze": ["embedding*", "*mlp.*", "layers.0.attention.*"], "tied": False}
 PLANS = {
     "gpt": {},
     "llama": MODELS["llama"],
@@ -71,6 +76,18 @@ PLANS = {
         "microbatch": 1, **MODELS["llama"],
     },
     "dropout, data 2, padding": {"dropout": 0.2, "data": 2, "microbatch": 2, **MODELS["bert"]},
+    "frozen": FROZEN,
+    "frozen llama, a block of no gradient": {**MODELS["llama"], "freeze": ["embedding", "layers.0.*", "*.mlp.*"]},
+    "frozen, data 2, zero 3, recomputed": {**FROZEN, "data": 2, "zero": 3, "microbatch": 2, "recompute": "full"},
+    "frozen biases and norms, interleaved": {
+        "freeze": ["layers.?.*bias", "*norm*"], "pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4,
+        "microbatch": 2,
+    },
+    "adapters": {**MODELS["llama"], "tune": TUNE},
+    "adapters everywhere, dropout": {**MODELS["gpt_untied"], "tune": {**TUNE, "targets": ["*"], "dropout": 0.25}},
+    "adapters, data 2, zero 3, recomputed": {
+        **MODELS["latent"], "tune": TUNE, "data": 2, "zero": 3, "microbatch": 2, "recompute": "full",
+    },
 }  # fmt: skip
 
 
@@ -157,7 +174,7 @@ def calls_of(step, every: bool) -> int:
     return count
 
 
-def of_a_layer(model: str, every: bool, **more: float) -> float:
+def of_a_layer(model: str, every: bool, **more: Any) -> float:
     """Calls of a layer and microbatch more."""
     found = {}
     for layers, microbatches in product((2, 4), (2, 4)):
@@ -181,6 +198,11 @@ def of_a_plain_layer(model: str) -> float:
 def test_python_calls_of_a_layer():
     """They are those of the compiled functions, and of what hands them their tensors."""
     assert of_a_layer("gpt", every=False) < 40
+
+
+def test_python_calls_of_a_layer_with_adapters():
+    """They add a tensor each to what is handed over, and nothing of a frozen weight is added."""
+    assert of_a_layer("llama", every=False, tune=TUNE) < 40
 
 
 def test_python_calls_of_a_layer_with_dropout():

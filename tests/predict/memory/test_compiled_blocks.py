@@ -113,6 +113,27 @@ def test_masks_are_drawn_again_and_shared(more):
     assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(*traced_blocks(c)), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["model=llama_8b", "tune=lora"],
+        pytest.param(["model=gpt2_124m", "tune=lora", "tune.dropout=0.1"], marks=pytest.mark.full),
+        pytest.param(["model=gpt2_124m", "train.freeze=[layers.*]"], marks=pytest.mark.full),
+        ["model=llama_8b", "train.freeze=['*.mlp.*', '*.attention.*']"],
+        pytest.param(["model=llama_8b", "train.freeze=[layers.*.query, '*.gate']"], marks=pytest.mark.full),
+        pytest.param(["model=transformer_base", "train.freeze=['*norm*', '*bias']"], marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_of_frozen_products_no_inputs_are_kept(more):
+    """Which are those of adapters too, and of norms."""
+    model, *others = more
+    c = configured(model.removeprefix("model="), *others)
+    blocks = traced_blocks(c)
+    assert blocks and all(blocks)
+    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(*blocks), rel=0.02)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("activation", ["relu", "reglu", "silu", "geglu", "swiglu_clamped"])
 def test_so_it_is_of_every_activation(activation):
