@@ -349,33 +349,33 @@ def build_buckets(
     max_elements: int,
     scaled: Collection[str] = (),
     frozen: Collection[str] = (),
-    quantised: Collection[str] = (),
+    quantised: bool = False,
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `max_elements`
     elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
     `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards;
-    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`, `quantised`:
-    names of parameters that lie apart from others, as in Bucket.
+    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names
+    of parameters that lie apart from others, as in Bucket; `quantised`: True if all are, as there.
     """
     buckets: list[Bucket] = []
-    open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen, quantised) -> parameters of the bucket being filled
+    open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen) -> parameters of the bucket being filled
     before: int | str | None = None
 
     def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
-        for (axes, only, still, in_few_bits), parameters in open_.items():
+        for (axes, only, still), parameters in open_.items():
             # whole blocks first; then parameters that decay, so that the optimizer updates each kind as one stretch
             members = sorted(parameters, key=lambda p: (p.name not in scaled, not p.decay))
             counts = tuple(sizes[p] for p in members)
             sharded = tuple(axis for axis in axes if axis in shards and not (still and zero < 3))
             ranks = prod(shards[axis] for axis in sharded)
             large = ranks > 1 and sum(counts) >= SHARD_UNIT * SHARD_UNIT * ranks
-            in_blocks = ranks > 1 and (in_few_bits or members[0].name in scaled)
+            in_blocks = ranks > 1 and (quantised or members[0].name in scaled)
             unit = SCALE_BLOCK if in_blocks else SHARD_UNIT if large else 1
             size, stage = pad_to_multiple(sum(counts), ranks * unit), zero if sharded else 0
-            how = sharded, ranks, stage, (), still, in_few_bits
+            how = sharded, ranks, stage, (), still, quantised
             buckets.append(Bucket(axes, only, tuple(members), counts, size, *how))
         open_.clear()
 
@@ -385,6 +385,6 @@ def build_buckets(
             close_open_buckets()
         before = key
         for p in parameters:
-            open_.setdefault((*reductions[p], p.name in frozen, p.name in quantised), []).append(p)
+            open_.setdefault((*reductions[p], p.name in frozen), []).append(p)
     close_open_buckets()
     return buckets

@@ -295,8 +295,8 @@ class Plan:
 
     def _build_stage_buckets(self, stage: int) -> list[Bucket]:
         """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those
-        of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib`, of several; a parameter
-        that several spans use has its own."""
+        of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib`, of several, unless they are
+        kept in 4 bits; a parameter that several spans use has its own."""
         spans = [((c.number, i), names) for c in self.chunks if c.stage == stage for i, names in enumerate(c.spans)]
         used_names = {name for _, names in spans for name in names}
         declared = {p.name: p for p in self.parameters if p.name in used_names}
@@ -307,8 +307,15 @@ class Plan:
         sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
         limit = (self.bucket_mib << 20) // self.itemsize["master"]
         shards = {a: self.mesh.axes[a] for a in self.sharded}
-        kinds = self.scaled, self.frozen, frozenset(self.quantised)
-        return build_buckets(groups, reduced, sizes, shards, self.zero, limit, *kinds)
+        kinds, quantised = (self.scaled, self.frozen), frozenset(self.quantised)
+        plain, in_4_bits = (
+            [(k, [p for p in ps if (p.name in quantised) == is_quantised]) for k, ps in groups]
+            for is_quantised in (False, True)
+        )
+        return [
+            *build_buckets(plain, reduced, sizes, shards, self.zero, limit, *kinds),
+            *build_buckets(in_4_bits, reduced, sizes, shards, self.zero, 0, *kinds, quantised=True),
+        ]
 
     @cached_property
     def bucket_by_parameter(self) -> dict[str, Bucket]:

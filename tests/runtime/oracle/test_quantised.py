@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +15,10 @@ from platform.model import build_model, tuning
 from platform.plan import adapters
 from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
 from platform.plan.plan_check import find_unsoundness
+from platform.plan.step_collectives import communication, list_decodings, step_collectives
 from platform.predict.footprint import count_saved_elements, weight_bytes
 from platform.predict.make_plan import make_plan
+from platform.predict.step_price import read_hardware, step_price
 from platform.runtime import normal_floats
 from platform.runtime.communicator import SingleRank
 from platform.train import rank_parameters
@@ -217,3 +221,60 @@ def test_texts_are_scored_as_by_one_process(name):
         assert [g for _, g in found] == [g for _, g in one]
         assert [s for s, _ in found] == pytest.approx([s for s, _ in one], rel=1e-10)
     assert one != scored(tuned(tune={**TUNE, "kind": "lora"}))
+
+
+def test_the_gathers_move_4_bits():
+    """Bytes of the base in both passes under ZeRO-3: to each rank what the other one keeps, 4.5 bits an element."""
+    c = tuned(data=2, zero=3, precision="bf16")
+    plain = tuned(data=2, zero=3, precision="bf16", tune={**TUNE, "kind": "lora"})
+    moved = [communication(make_plan(some))["all_gather/data"] for some in (c, plain)]
+    plan = make_plan(c)
+    elements = sum(b.elements for b in plan.buckets if b.quantised)
+    launches = [(n, x) for _, x, n in step_collectives(plan) if x.dtype == "bytes"]
+    assert sum(n * x.elements * 2 for n, x in launches) % (elements * NF4_BYTES // NF4_BLOCK) == 0
+    passes = sum(n * x.elements for n, x in launches) * 2 / (elements * NF4_BYTES / NF4_BLOCK)
+    assert moved[1] - moved[0] == passes * elements * (2 - NF4_BYTES / NF4_BLOCK)
+
+
+@pytest.mark.parametrize("width", [96, pytest.param(256, marks=full)])
+@pytest.mark.parametrize("name", [*PLANS, "uneven"])
+def test_what_cuts_a_block_is_known(name, width):
+    """Of every weight, on every rank, against the places of the elements themselves."""
+    how = PLANS.get(name, {"tensor": "1d", "axes": {"t": 3}})
+    c = tuned(tune={**TUNE, "kind": "lora"}, **{**how, "d_model": width, "d_ff": 160})
+    c.tensor.uneven = name == "uneven"
+    plan, ranks = make_plan(c), range(make_plan(c).mesh.world_size)
+    answers = set()
+    for p in (p for p in plan.parameters if adapters.can_quantise(p)):
+        places = np.arange(prod(plan.global_shape(p))).reshape(plan.global_shape(p))
+        is_cut = False
+        for at in (plan.mesh.rank_coordinates(rank) for rank in ranks):
+            if plan.has_block(p, at):
+                mine = places[tuple(slice(a, a + n) for a, n in plan.locate_block(p, at))].ravel()
+                whole = mine.size % NF4_BLOCK == 0 and (mine[::NF4_BLOCK] % NF4_BLOCK == 0).all()
+                is_cut |= not (whole and (np.diff(mine.reshape(-1, NF4_BLOCK)) == 1).all())
+        assert plan.cuts_blocks(p, NF4_BLOCK) == is_cut, p.name
+        answers.add(is_cut)
+    assert answers
+
+
+def test_all_mistakes_are_told_at_once():
+    c = tuned(**CUT["by an axis"][0], precision="bf16")
+    c.optimizer.masters = "split"
+    with pytest.raises(ConfigError) as refused:
+        make_plan(c)
+    assert {line.partition("=")[0] for line in refused.value.violations} == {"tune.kind", "optimizer.masters"}
+
+
+def test_making_numbers_takes_time():
+    """As much as its bytes take, in each pass, and it is part of what a step is predicted to take."""
+    parts, seconds = {}, {}
+    for kind in ("lora", "qlora"):
+        c = tuned(tune={**TUNE, "kind": kind}, precision="bf16")
+        plan = make_plan(c)
+        parts[kind] = list(list_decodings(plan, plan.chunks[0]))
+        seconds[kind] = step_price(c, plan, read_hardware("h100")).seconds
+    elements = sum(b.elements for b in plan.buckets if b.quantised)
+    assert not parts["lora"] and {phase for phase, *_ in parts["qlora"]} == {"forward", "backward"}
+    assert sum(moved for _, moved, _ in parts["qlora"]) == 2 * elements * (12.5 + 2)
+    assert seconds["lora"] < seconds["qlora"]
