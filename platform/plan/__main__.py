@@ -378,7 +378,7 @@ def _compose_config(arguments: argparse.Namespace, overrides: Sequence[str], say
 
 
 def _add_hardware(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """Return overrides with the plan command's --hardware, if any, for which composition chooses what is left open."""
+    """Return overrides that say --hardware, if any: composition chooses for it what the configuration leaves open."""
     if arguments.hardware:
         read_hardware(arguments.hardware)  # refuses it by the name of the option
     return [*overrides, *([f"cluster.hardware={quote_value(arguments.hardware)}"] if arguments.hardware else [])]

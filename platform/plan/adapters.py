@@ -56,8 +56,7 @@ def can_adapt(p: Parameter) -> bool:
 
 
 def can_quantise(p: Parameter) -> bool:
-    """Return True if QLoRA keeps a frozen parameter in 4 bits: matrices of layers, and of experts, as bitsandbytes
-    does. Tables, the head and vectors stay as they are."""
+    """Return True if QLoRA keeps a frozen parameter in 4 bits: a matrix of a layer, as bitsandbytes does."""
     return can_adapt(p) and "vocab" not in p.dims
 
 

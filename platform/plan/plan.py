@@ -295,8 +295,8 @@ class Plan:
 
     def _build_stage_buckets(self, stage: int) -> list[Bucket]:
         """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those
-        of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib`, of several, unless they are
-        kept in 4 bits; a parameter that several spans use has its own."""
+        of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib` and if they are not in 4
+        bits, of several; a parameter that several spans use has its own."""
         spans = [((c.number, i), names) for c in self.chunks if c.stage == stage for i, names in enumerate(c.spans)]
         used_names = {name for _, names in spans for name in names}
         declared = {p.name: p for p in self.parameters if p.name in used_names}

@@ -353,8 +353,7 @@ class MemoryMeter(Ops):
         self._arriving = [self.integers(b.shards * b.count_kept_bytes(1), 1) for b in missing]
 
     def _keep_only_gathered(self, buckets: Sequence[Bucket]) -> None:
-        """Count only the parameter `buckets` as gathered (ZeRO-3), or as numbers in place of 4 bits: free others'
-        bytes, allocate missing ones."""
+        """Count only the parameter `buckets` as there in full: free others' bytes, allocate missing ones."""
         buckets_by_id = {id(b): b for b in buckets}
         self._whole = {key: kept for key, kept in self._whole.items() if key in buckets_by_id}
         missing = {key: b for key, b in buckets_by_id.items() if key not in self._whole}
