@@ -2,8 +2,8 @@
 
 Isomorphic branches are stacked: their weights have a dim that enumerates them (`branch`; `heads` in a Transformer). The
 layout rule splits that dim over any axis that a layout gives it, and joining by sum is a contraction. Branches that
-differ only in their pointwise function stay stacked (`pointwise_per_branch`); branches of other shapes get a `Branches`
-of their own, and the results are added.
+differ only in their pointwise function stay stacked (`pointwise_per_branch`). Branches of any widths and depths are
+`UnlikeBranches`: each is computed on one sub-grid, to which it is dealt by its cost.
 
 `TwoLayer` is the example of Mesh-TensorFlow (Shazeer et al. 2018, section 8): y = relu(x w + bias) v.
 """
@@ -11,12 +11,13 @@ of their own, and the results are added.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import sqrt
+from dataclasses import replace
+from math import prod, sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model.layers import Layer
-from platform.plan.model_types import Parameter, Spec
+from platform.plan.model_types import BranchPlace, Parameter, Spec
 from platform.plan.operations.registry import Ops
 
 Inside = Callable[..., Any]  # (ops, each projection's output) -> the branches' activation before the join
@@ -89,6 +90,70 @@ def pointwise_per_branch(functions: Sequence[str], inner: Spec, dim: str = "bran
     branch i, on the ranks that hold that branch. `inner`: the Spec of the branches' activation, whose dim `dim`
     enumerates them."""
     return lambda ops, x: ops.pointwise_each(functions, x, inner, dim)
+
+
+class UnlikeBranches(Layer):
+    """Layer of branches that are not alike: x [source] -> each branch of x -> their sum [source].
+
+    A branch splitting (`branch=dsp`) computes each branch on one sub-grid, which alone has its weights; with fewer
+    sub-grids than branches some get several. The costliest is dealt first, each to the sub-grid that has least so far.
+    A branch costs the elements of its weights, which are the products of a token.
+    """
+
+    def __init__(
+        self, name: str, source: Spec, builders: Sequence[Callable[[BranchPlace | None], Any]], sizes: Mapping[str, int]
+    ):
+        """Construct the branches of a model layer called `name`. Each of `builders` returns a branch, which maps
+        activations of type `source` to such ones, all of whose tensors have the place that it is given. `sizes`: the
+        model's dims."""
+        costs = tuple(_count_elements(build(None), sizes) for build in builders)
+        self.name, self.source, self.places = name, source, [BranchPlace(i, costs) for i in range(len(costs))]
+        self.branches = [build(place) for build, place in zip(builders, self.places, strict=True)]
+
+    def __call__(self, ops: Ops, x: Any) -> Any:
+        """Run this model layer of branches that are not alike: return the sum of all branches of x."""
+        specs = [replace(self.source, place=place) for place in self.places]
+        inputs = ops.split_branches(f"{self.name}.split", x, self.source, specs)
+        results = [branch(ops, y) for branch, y in zip(self.branches, inputs, strict=True)]
+        return ops.sum_branches(f"{self.name}.sum", results, specs, self.source)
+
+
+def _count_elements(layer: Layer, sizes: Mapping[str, int]) -> int:
+    """Return the elements of the declared weights of a model layer; `sizes`: the model's dims."""
+    return sum(prod({**sizes, **dict(p.sizes)}[dim] for dim in p.dims) for p in layer.parameters())
+
+
+class FeedForwardBranch(Layer):
+    """Branch of feed-forward layers, one after another: each widens x [source] to one of `widths`, and narrows it."""
+
+    def __init__(
+        self,
+        name: str,
+        source: Spec,
+        widths: Sequence[int],
+        place: BranchPlace | None,
+        *,
+        function: str = "relu",
+        std: float,
+    ):
+        """Construct the weights of a model's branch called `name`, of pointwise `function`, normal with `std`."""
+        self.source, self.function = replace(source, place=place), function
+        self.pairs, self.inner = list[Parameter](), list[Spec]()
+        for i, width in enumerate(widths):
+            sizes, dims = (("d_ff", width),), (source.dims[-1], "d_ff")
+            weights = {"up": (dims[::-1], "in"), "down": (dims, "out")}
+            self.pairs += [
+                Parameter(f"{name}.{i}.{part}", d, role, "normal", std, True, sizes, role == "in", place)
+                for part, (d, role) in weights.items()
+            ]
+            self.inner.append(Spec("mlp", (*source.dims[:-1], "d_ff"), (*source.sizes, *sizes), place=place))
+
+    def __call__(self, ops: Ops, x: Any) -> Any:
+        """Run this branch of a model: return x after its layers."""
+        for up, down, inner in zip(self.pairs[::2], self.pairs[1::2], self.inner, strict=True):
+            (h,) = ops.project(x, self.source, (up,), (inner,))
+            (x,) = ops.project(ops.pointwise(self.function, h), inner, (down,), (self.source,))
+        return x
 
 
 IO = Spec.of("stream", "length batch io")

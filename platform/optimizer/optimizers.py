@@ -384,7 +384,8 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
     if o.kind == "muon" and not plan.matrices:
         legal = [""] if o.matrices else ["optimizer=adamw"]
         yield format_violation("optimizer.matrices", o.matrices, "matches no matrix that is trained", legal)
-    if lone := [p.name for p in plan.parameters if p.name in plan.matrices and plan.layout(p).diagonal_axes]:
+    on_diagonal = (p for p in plan.parameters if plan.layout(p).shifted_axes and not p.place)
+    if lone := [p.name for p in on_diagonal if p.name in plan.matrices]:
         constraint = f"matches {lone[0]}, a vector that a diagonal of ranks holds (tensor.vectors)"
         yield format_violation("optimizer.matrices", o.matrices, constraint, ["", "tensor.vectors=even"])
 

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from platform.plan.layout import Layout, Mesh, pad_to_multiple
+from platform.plan.layout import Layout, Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import (
     NF4_BLOCK,
     NF4_BYTES,
@@ -208,7 +208,8 @@ def axes_of_replication(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes but `stage` over which a tensor in `layout` is replicated: with the scatter/gather
     optimization each of their n ranks sends 1/n of it to the next stage, which gathers it over them (Megatron-LM,
     Narayanan et al. 2021, section 4.1)."""
-    return tuple(a for a in mesh.order_axes(mesh.axes) if a not in ("stage", *layout.axes, *layout.only))
+    others = "stage", *layout.axes, *map(base_axis, layout.only)
+    return tuple(a for a in mesh.order_axes(mesh.axes) if a not in others)
 
 
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)|[^.]*")  # a parameter's name up to the layer's number, else its first word

@@ -74,8 +74,8 @@ class Layout(Mapping[str, tuple[str, ...]]):
         return tuple(a for _, axes in self.items_ for a in axes)
 
     @property
-    def diagonal_axes(self) -> tuple[str, ...]:
-        """Return the axes along which a diagonal of the mesh has the tensor in this layout, one rank at each index."""
+    def shifted_axes(self) -> tuple[str, ...]:
+        """Return the axes along which ranks hold the tensor in this layout elsewhere than at index 0."""
         return tuple(base_axis(a) for a in self.only if base_axis(a) != a)
 
     def restrict_dims(self, dims: Iterable[str]) -> Layout:
@@ -86,7 +86,7 @@ class Layout(Mapping[str, tuple[str, ...]]):
     def drop_axes(self, axes: Sequence[str]) -> Layout:
         """Return the layout of a complete tensor that is whole along the mesh axes `axes`, and else lies as here."""
         rules = {d: [a for a in split if a not in axes] for d, split in self.items_}
-        return Layout.build_canonical(rules, [a for a in self.only if a not in axes])
+        return Layout.build_canonical(rules, [a for a in self.only if base_axis(a) not in axes])
 
     def has_block(self, coordinates: Mapping[str, int]) -> bool:
         """Return True if the rank at mesh `coordinates` has a block of a tensor in this layout."""
@@ -123,7 +123,7 @@ def is_at_index_zero(axes: Sequence[str], coordinates: Mapping[str, int]) -> boo
 def _unwrapped_index(axis: str, coordinates: Mapping[str, int]) -> int:
     """Return the index along a mesh axis, below 0 where one that is shifted begins before its ranks do."""
     base, _, shift = axis.partition("-")
-    return coordinates[base] - (coordinates[shift] if shift else 0)
+    return coordinates[base] - (coordinates[shift] if shift in coordinates else int(shift or 0))
 
 
 def common_prefix(*lists: Sequence[str]) -> tuple[str, ...]:
@@ -247,7 +247,8 @@ class Mesh:
     """Arranges ranks in row-major order over `shape`, pairs of (axis, size): the last axis varies fastest.
 
     Beside its axes it knows shifted ones: `y-z`, for axes of one size, numbers the ranks along y from that at which the
-    index along y is the one along z. So the diagonal of the plane is index 0 of `y-z`, and of `z-y`.
+    index along y is the one along z. So the diagonal of the plane is index 0 of `y-z`, and of `z-y`. `g-1` numbers them
+    from index 1 of g.
 
     >>> Mesh.arrange_axes({"data": 2, "t": 3}).rank_coordinates(4)
     {'data': 1, 't': 1}

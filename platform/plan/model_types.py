@@ -16,9 +16,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any
+
+
+@dataclass(frozen=True)
+class BranchPlace:
+    """Place of a tensor among branches of a model that are not alike: the `number` of its branch, and the `costs` of
+    all branches, by which they are dealt to sub-grids."""
+
+    number: int
+    costs: tuple[int, ...]
+
+    def find_sub_grid(self, sub_grids: int) -> int:
+        """Return the number of the sub-grid, of so many, on which this branch is computed."""
+        return deal_branches(self.costs, sub_grids)[self.number]
+
+
+@cache
+def deal_branches(costs: tuple[int, ...], sub_grids: int) -> tuple[int, ...]:
+    """Return the sub-grid of each branch of a model: the costliest branch is dealt first, each to the sub-grid that has
+    least so far (longest processing time). Sub-grid 0 is the busiest, by which a plan is priced.
+
+    >>> deal_branches((3, 5, 1, 2), 2)
+    (1, 0, 0, 1)
+    """
+    loads, dealt = [0] * sub_grids, dict[int, int]()
+    for branch in sorted(range(len(costs)), key=lambda branch: (-costs[branch], branch)):
+        dealt[branch] = min(range(sub_grids), key=loads.__getitem__)
+        loads[dealt[branch]] += costs[branch]
+    by_load = sorted(range(sub_grids), key=lambda sub_grid: (-loads[sub_grid], sub_grid))
+    return tuple(by_load.index(dealt[branch]) for branch in range(len(costs)))
 
 
 @dataclass(frozen=True)
@@ -29,6 +58,7 @@ class Spec:
     depends on the name of a dim alone, as in Mesh-TensorFlow. `dtype`: compute or accumulate, as in Collective; a
     product whose result is of the latter is computed in it (a router's scores). `open`: its sums over ranks
     are left to an operation that is linear in it: of its `value` to the reader, of its `gradient` to the maker.
+    `place`: the branch that it is in, of several that are not alike; None for one of the whole model.
     """
 
     region: str
@@ -36,6 +66,7 @@ class Spec:
     sizes: tuple[tuple[str, int], ...] = ()
     dtype: str = "compute"
     open: str = ""
+    place: BranchPlace | None = None
 
     @classmethod
     def of(cls, region: str, dims: str, sizes: tuple[tuple[str, int], ...] = (), dtype: str = "compute") -> Spec:
@@ -50,7 +81,8 @@ class Spec:
     def __str__(self) -> str:
         """Format this type of an activation as "region[dim dim ...]", then its dtype and `open`, if not the usual."""
         dtype = f" {self.dtype}" if self.dtype != "compute" else ""
-        return f"{self.region}[{' '.join(self.dims)}]{dtype}" + (f" of open {self.open}" if self.open else "")
+        branch = f" of branch {self.place.number}" if self.place else ""
+        return f"{self.region}[{' '.join(self.dims)}]{dtype}" + (f" of open {self.open}" if self.open else "") + branch
 
 
 # role of a parameter that no gradient updates -> kind of training state that it is (`KIND.NAME` in a checkpoint)
@@ -65,7 +97,7 @@ class Parameter:
     of d_model. Two more are states, which a step's load of experts updates in place of a gradient, whole on every rank
     of their stage and in the type of master copies: `choice` is a bias for the choice of experts, `load` their load in
     the step before, 1 where it is even. `init` is zeros, ones, normal or uniform (with `std`). `decay`: weight decay
-    applies. `sizes` as in Spec. `turned`: its initial values are drawn with its last dim first.
+    applies. `sizes` and `place` as in Spec. `turned`: its initial values are drawn with its last dim first.
     """
 
     name: str
@@ -76,6 +108,7 @@ class Parameter:
     decay: bool = False
     sizes: tuple[tuple[str, int], ...] = ()
     turned: bool = False
+    place: BranchPlace | None = None
 
     @property
     def num_stack_dims(self) -> int:

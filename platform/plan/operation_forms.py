@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from fractions import Fraction
+from functools import reduce
 from math import prod
 from typing import NamedTuple
 
@@ -195,7 +196,8 @@ class Form(NamedTuple):
     """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
     conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
     dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `linear`: the operation
-    is linear in each operand, of which one may be partial; `beside`: collectives that it takes beside all conversions.
+    is linear in each operand, of which one may be partial; `beside`: collectives that it takes beside all conversions;
+    `apart`: axes along which ranks compute other summands, of its result or, without `out`, of its operand's gradient.
     """
 
     operands: Sequence[Operand]
@@ -207,6 +209,7 @@ class Form(NamedTuple):
     merged: Sequence[str] = ()
     linear: bool = False
     beside: Sequence[Collective] = ()
+    apart: tuple[str, ...] = ()
 
 
 def forms_of_operation(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -354,6 +357,34 @@ def _relayout_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     yield Form((Operand(x, conversion, renamed=_dim_renamer(names)),), out)
 
 
+def _branch_split_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of an activation that branches read, each on its sub-grid."""
+    (x,), (conversion,), apart = planned.operation.inputs, planned.conversions, plan.planner.branch_axes
+    whole = reduce(apply_step, conversion.forward, Spread.build_from_layout(x.dims, plan.layout(x)))
+    for out in planned.operation.outputs:
+        expected = Spread.build_from_layout(out.dims, plan.layout(out))
+        if mismatch := describe_difference(expected._replace(only=_leave_sub_grids(expected, apart)), whole):
+            raise Unsound(f"{out} {mismatch}")
+    yield Form((Operand(x, conversion),), None, apart=apart)
+
+
+def _branch_sum_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of the sum of branches, each on its sub-grid."""
+    apart = plan.planner.branch_axes
+
+    def leave(spread: Spread) -> Spread:
+        """Return the spread of a branch's result as the spread of a summand, which every sub-grid has."""
+        return spread._replace(only=_leave_sub_grids(spread, apart))
+
+    operands = tuple(Operand(t, renamed=leave) for t in planned.operation.inputs)
+    yield Form(operands, planned.operation.outputs[0], planned.conversions[0], apart=apart)
+
+
+def _leave_sub_grids(spread: Spread, axes: Sequence[str]) -> frozenset[str]:
+    """Return along which axes index 0 alone has a tensor of a branch, besides the `axes` of sub-grids."""
+    return frozenset(a for a in spread.only if base_axis(a) not in axes)
+
+
 def _reshape_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a dim split into two, or of two joined, whose axes are the major's and then the minor's."""
     (x,), output = _operands_and_output(planned)
@@ -498,6 +529,8 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "ring_attention": _ring_attention_forms,
     "relayout": _relayout_forms,
     "reshape": _reshape_forms,
+    "split_branches": _branch_split_forms,
+    "sum_branches": _branch_sum_forms,
     "shift": _rowwise_forms(),
     "dropout": _rowwise_forms(),
     "jitter": _rowwise_forms(),

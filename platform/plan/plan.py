@@ -251,7 +251,7 @@ class Plan:
     def master_split_axes(self, p: Parameter) -> tuple[str, ...]:
         """Return the mesh axes along which ranks hold different parts of the master copy of parameter `p`."""
         layout = self.layout(p)
-        return (*layout.axes, *layout.diagonal_axes, *self.bucket_by_parameter[p.name].sharded)
+        return (*layout.axes, *layout.shifted_axes, *self.bucket_by_parameter[p.name].sharded)
 
     def global_shape(self, tensor: Spec | Parameter) -> tuple[int, ...]:
         """Return the global shape of an activation or parameter as the model declares it: vocab without padding."""
@@ -368,9 +368,16 @@ class Plan:
 
     @cached_property
     def local_parameter_count(self) -> int:
-        """Return the most parameter elements that any worker (on sub-grid 0) keeps between uses."""
-        at = self.mesh.rank_coordinates(0)
-        return max(self.count_parameters_of_rank({**at, "stage": c.stage}) for c in self.chunks)
+        """Return the most parameter elements that any worker keeps between uses."""
+        places = ({**at, "stage": c.stage} for at in self.sub_grid_coordinates for c in self.chunks)
+        return max(map(self.count_parameters_of_rank, places))
+
+    @cached_property
+    def sub_grid_coordinates(self) -> list[dict[str, int]]:
+        """Return the mesh coordinates of workers of which one has the most of a stage: the first worker alone, or one
+        of each sub-grid where branches that are not alike are dealt to them."""
+        axes = self.planner.branch_axes if any(p.place for p in self.parameters) else ()
+        return [self.mesh.rank_coordinates(rank) for rank in self.mesh.group_of_rank(0, axes)]
 
     def count_parameters_of_rank(self, coordinates: Mapping[str, int]) -> int:
         """Return how many parameter elements the worker at `coordinates` keeps between uses, as compute copies."""

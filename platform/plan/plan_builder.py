@@ -13,7 +13,7 @@ from typing import Any
 
 from platform.plan.adapters import adapter_sizes, list_adapter_parameters
 from platform.plan.chunks import Chunk, RecordableModel, RecordedChunk, record_chunks
-from platform.plan.layout import Mesh, pad_to_multiple
+from platform.plan.layout import Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import (
     AUTO,
     NO_RECOMPUTATION,
@@ -278,7 +278,8 @@ def _warnings_of_repeated_work(mesh: Mesh, operations: PlannedOperations, sizes:
     for o in operations.values():
         large = not any(RANK in p.dims for p in o.operation.parameters)
         if large and count_flops(o.operation, sizes):
-            if unused := mesh.order_axes(a for a in mesh.axes if a not in ("stage", *o.compute_axes, *o.only)):
+            used = "stage", *o.compute_axes, *map(base_axis, o.only)
+            if unused := mesh.order_axes(a for a in mesh.axes if a not in used):
                 names[unused].append(o.operation.name.split(".", 2)[-1])
     for unused, operation_names in names.items():
         listed = ", ".join(dict.fromkeys(operation_names))

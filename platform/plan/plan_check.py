@@ -80,7 +80,8 @@ class PlanWalk:
         partial = [spread.partial if form.linear else frozenset[str]() for spread in entered]
         spreads = [(spread, "what it makes") for spread in form.given]
         space, only = _operation_space([*spreads, *_drop_partial_axes(read, partial)])
-        summed = axes = {a for dim_axes in space.values() for a in dim_axes}
+        axes = {a for dim_axes in space.values() for a in dim_axes}
+        summed = axes | {*form.apart}
         _check_form_dims(planned, form, space)
         if planned.operation.reads and (misreading := describe_misread_data(planned, space, only)):
             raise Unsound(f"{', '.join(planned.operation.reads)} {misreading}")
@@ -88,7 +89,7 @@ class PlanWalk:
             exchanged = {a for d in form.statistics for a in space[d]}
             result = Spread({d: space[d] for d in spread_dims(form.out)}, frozenset(), only)
             result = sort_axes(result) if "rows" in form.out.dims else result
-            summands = frozenset(axes - result.axes - exchanged).union(*partial)
+            summands = frozenset(axes - result.axes - exchanged).union(form.apart, *partial)
             summed = axes | self._check_result(form.out, form.output, result, summands)
         for number, (operand, spread) in enumerate(zip(form.operands, entered, strict=True)):
             if operand.constant or self._plan.planner.is_frozen(operand.tensor):
@@ -396,7 +397,7 @@ def _violations_of_buckets(plan: Plan) -> Iterator[str]:
                 yield f"{p.name}: its bucket sums over {join_axis_names(bucket.axes)}, and it is partial over {partial}"
             if size != prod(plan.local_shape(p)):
                 yield f"{p.name}: its block has {prod(plan.local_shape(p))} elements, its place in the bucket {size}"
-            split_axes = (*layout.axes, *layout.diagonal_axes, *split)
+            split_axes = (*layout.axes, *layout.shifted_axes, *split)
             if sorted(plan.master_split_axes(p)) != sorted(split_axes):
                 counted_axes = join_axis_names(plan.master_split_axes(p))
                 actual_axes = join_axis_names(split_axes)

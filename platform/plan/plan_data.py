@@ -18,6 +18,7 @@ from platform.plan.layout import Cut, Layout, Mesh
 from platform.plan.model_types import (
     WIDE_STATES,
     Adapter,
+    BranchPlace,
     Operation,
     Parameter,
     Recompute,
@@ -35,8 +36,8 @@ from platform.plan.step_collectives import communication
 
 # Word in the data -> class. Digests are of these words: another name of a class changes none.
 _CLASSES: dict[str, type] = {
-    "Adapter": Adapter, "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion, "Cut": Cut,
-    "Einsum": Einsum, "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation,
+    "Adapter": Adapter, "BranchPlace": BranchPlace, "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion,
+    "Cut": Cut, "Einsum": Einsum, "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation,
     "Panels": Panels, "Parameter": Parameter, "Plan": Plan, "PlannedOperation": PlannedOperation, "Planner": Planner,
     "Recompute": Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec,
     "Step": RelayoutStep, "StoredStates": StoredStates,
@@ -49,6 +50,8 @@ _LATER: dict[type, dict[str, Any]] = {
     Plan: {"stored": WIDE_STATES, "adapters": {}, "quantised": ()},
     Planner: {"frozen": ()},
     Scheme: {"diagonal": ()},
+    Spec: {"place": None},
+    Parameter: {"place": None},
     Einsum: {"frozen": False},
     RotaryScaling: {"short": (), "long": ()},
 }

@@ -19,7 +19,7 @@ from platform.plan.layout import (
     local_shape,
     locate_block,
 )
-from platform.plan.model_types import Operation, Parameter, Spec, Tensor, tensor_dtype
+from platform.plan.model_types import BranchPlace, Operation, Parameter, Spec, Tensor, tensor_dtype
 from platform.plan.operation_plan import Collective, shapes_along_steps
 from platform.plan.rule import (
     APPEAR,
@@ -61,7 +61,7 @@ class Planner:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
         they take the longest prefix of the axes of heads whose product divides their number, or that cuts heads into
         whole groups of theirs. Dim rows is split over the axes of the region's experts and of its batch."""
-        key = (tensor.role, tensor.dims) if isinstance(tensor, Parameter) else tensor  # whatever its name
+        key = (tensor.role, tensor.dims, tensor.place) if isinstance(tensor, Parameter) else tensor  # whatever its name
         if key not in self._layouts:
             self._layouts[key] = self._compute_layout(tensor)
         return self._layouts[key]
@@ -86,7 +86,21 @@ class Planner:
             layout = Layout.build_canonical(rules, layout.only)
         if isinstance(tensor, Spec) and (axes := self.open_sums.get(tensor)):
             layout = replace(layout, partial=axes) if tensor.open == "value" else replace(layout, gradient=axes)
-        return layout
+        return self._lay_out_on_sub_grid(layout, tensor.place) if tensor.place else layout
+
+    @cached_property
+    def branch_axes(self) -> tuple[str, ...]:
+        """Return the axes of more than one rank along which the sub-grids of a branch splitting lie, in mesh order."""
+        return self.mesh.order_axes(self.scheme.branches)
+
+    def _lay_out_on_sub_grid(self, layout: Layout, place: BranchPlace) -> Layout:
+        """Return the layout of a tensor of a branch that one sub-grid computes: there alone, and else as `layout`."""
+        number, along = place.find_sub_grid(self.mesh.count_ranks(self.branch_axes)), list[str]()
+        for axis in reversed(self.branch_axes):
+            number, index = divmod(number, self.mesh.axes[axis])
+            along.insert(0, f"{axis}-{index}")
+        layout = layout.drop_axes(self.branch_axes)
+        return replace(layout, only=(*layout.only, *along))
 
     def row_expert_axes(self, tensor: Tensor) -> dict[str, tuple[str, ...]]:
         """Return the axes of the experts whose rows an activation has, by dim; {} for a tensor without rows."""
@@ -138,7 +152,7 @@ class Planner:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
         if layout is not None:
             return local_shape(tensor.dims, self.tensor_sizes(tensor), layout, self.mesh, self.cut_units)
-        key = (tensor.role, tensor.dims, tensor.sizes) if isinstance(tensor, Parameter) else tensor
+        key = (tensor.role, tensor.dims, tensor.sizes, tensor.place) if isinstance(tensor, Parameter) else tensor
         if key not in self._shapes:
             self._shapes[key] = self.local_shape(tensor, self.layout(tensor))
         return self._shapes[key]

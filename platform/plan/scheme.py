@@ -225,9 +225,8 @@ def compose_scheme(
     The replicas' axes are put first in batch's list in every region and axes of size 1 are dropped; in region experts,
     and in its parameters, the axis expert splits dim experts instead. In batch's lists it is behind the axes with which
     all of them begin, so that it moves alone, by one all-to-all. The axes of CONTEXT are put first in length's list in
-    every region; in the core of attention, exchange is put last in heads' list instead. A region that the scheme does
-    not name has the stream's map (core: attention's; experts: mlp's, and d_model as the stream). With `whole` experts,
-    what splits their d_ff splits dim experts instead.
+    every region; in the core of attention, exchange is put last in heads' list instead. A region without a map has the
+    stream's (core: attention's; experts: mlp's, d_model as the stream). `whole` experts are split by axes of d_ff.
     """
     sizes = {a: tensor["axes"].get(a, 1) for a in tensor["order"] or tensor["axes"]} | dict(branch["axes"])
     contexts = {axis: context[axis] for axis in CONTEXT if context.get(axis, 1) > 1}

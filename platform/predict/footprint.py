@@ -309,19 +309,27 @@ def predict_footprint(
     measured: Measured | None = None,
     compiles: str = "",
 ) -> Footprint:
-    """Predict the peak memory of the worker of `stage` at index 0 of the other axes, which has a block of every tensor,
-    in any step but the first (which starts without optimizer state). `row`: the stage's row of the schedule with sends
-    and receives; `moments`: numbers that the optimizer keeps per parameter element; `dropout`: its rate; `device`: its
-    kind (cpu, cuda); `scratch`: bytes that the optimizer takes during the update; `measured`: passes of other stages
-    with the same arguments, to which this one's are added; `compiles`: the argument of MemoryMeter."""
-    at = {**plan.mesh.rank_coordinates(0), "stage": stage}
-    stage_plan, known = plan.stage_part(stage), {} if measured is None else measured
-    walk = _MemoryWalk(stage_plan, model, at, dropout, device, compiles, known)
-    sizes = weight_bytes(plan, moments, at)
-    gradients, activations, working, live = walk.walk_row(list(row), scratch)
-    host = sum(size * n for size, n in walk.most_left.items())
-    activations += host if device == "cpu" else 0
-    return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
+    """Predict the peak memory of the worker of `stage` that needs most, in any step but the first (which starts without
+    optimizer state): the one at index 0 of the other axes or, if branches that are not alike are dealt to sub-grids, of
+    another sub-grid. `row`: the stage's row of the schedule with sends and receives; `moments`: numbers that the
+    optimizer keeps per parameter element; `dropout`: its rate; `device`: its kind (cpu, cuda); `scratch`: bytes that
+    the optimizer takes during the update; `measured`: passes of other stages with the same arguments, to which this
+    one's are added; `compiles`: the argument of MemoryMeter."""
+    stage_plan, actions = plan.stage_part(stage), list(row)
+    places = [{**at, "stage": stage} for at in plan.sub_grid_coordinates]
+
+    def predict_worker(at: Coordinates, known: Measured) -> Footprint:
+        """Predict the peak memory of the worker at mesh coordinates `at`; `known` passes are as of `measured`."""
+        walk = _MemoryWalk(stage_plan, model, at, dropout, device, compiles, known)
+        sizes = weight_bytes(plan, moments, at)
+        gradients, activations, working, live = walk.walk_row(actions, scratch)
+        host = sum(size * n for size, n in walk.most_left.items())
+        activations += host if device == "cpu" else 0
+        return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
+
+    known = {} if measured is None else measured
+    footprints = [predict_worker(at, {} if i else known) for i, at in enumerate(places)]
+    return max(footprints, key=lambda footprint: footprint.total_bytes)
 
 
 class _MemoryWalk:

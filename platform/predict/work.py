@@ -17,6 +17,7 @@ from typing import Annotated, NamedTuple
 from platform.boundary.schema import Span
 from platform.config.fields import KEYS
 from platform.plan.chunks import RecordableModel
+from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import POINTWISE, Operation, Parameter, Spec
 from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
 from platform.plan.operations.recorder import Recorder, Symbol
@@ -202,6 +203,7 @@ class WorkRecorder(Recorder):
         splits = execution.table is not None and execution.table.splits_weight_gradients
         how = plan, "cuda", execution.dropout
         self._reasons = reasons_against_whole_blocks(*how, splits_weight_gradients=splits) if execution.compiles else {}
+        self._at = plan.mesh.rank_coordinates(0)  # the busiest rank of its stage: others have fewer branches
         self._whole, self._whole_count = False, 0  # whether the block under way is compiled as one function; how many
 
     def recomputed(self, kind, name, function, spec, x, *more):
@@ -217,7 +219,8 @@ class WorkRecorder(Recorder):
     def record_operation(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
         symbols = super().record_operation(kind, name, x, inputs, outputs, reads, **more)
-        if planned := self.plan.operations.get((kind, name)):
+        planned = self.plan.operations.get((kind, name))
+        if planned and is_at_index_zero(planned.only, self._at):
             o = planned.operation
             accesses = OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
             # a block that is one function keeps what it likes
@@ -261,6 +264,8 @@ class WorkRecorder(Recorder):
 
     def _note_elementwise(self, spec: Spec, accesses: Sequence[float], redone: bool = False) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
+        if not self.plan.layout(spec).has_block(self._at):
+            return
         key = spec, *accesses
         if key not in self._known:
             count = block_elements(self.plan, spec) * self.size

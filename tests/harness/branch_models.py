@@ -5,16 +5,18 @@ mixed     the same with a function of its own in every branch
 grouped   branches that read slices of x and are concatenated: a grouped projection
 heads     multi-head attention as branches over the dim `heads`: equal to platform.model.attention.Attention
 summed    a linear layer cut into slices and summed: the SUMMA remark of Jain et al.
+unlike    branches of other widths and depths each, on a sub-grid each or several
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
 from platform.model import register_model
 from platform.model.attention import Attention
-from platform.model.branches import Branches, pointwise_per_branch
+from platform.model.branches import Branches, FeedForwardBranch, UnlikeBranches, pointwise_per_branch
 from platform.model.layers import STD, Layer, StackSpecs, dim_sizes
 from platform.model.transformer import Embedding, Head, embedding_table
 from platform.plan.model_types import Spec
@@ -111,6 +113,19 @@ class Plain(Branched):
         return block(ops, x)
 
 
+WIDTHS = [(64,), (16, 8), (32,), (8, 8, 8), (24,)]  # of the feed-forward layers of each branch that is not as others
+
+
+class Unlike(Branched):
+    def block(self, c):
+        builders = [partial(FeedForwardBranch, f"block.{i}", STREAM, w, std=STD) for i, w in enumerate(WIDTHS)]
+        return UnlikeBranches("block", STREAM, builders, self.sizes)
+
+    def branched(self, ops, x):
+        return ops.pointwise("add", x, self.branches(ops, x))
+
+
 MODELS = {"resnext": Branched, "mixed": Mixed, "grouped": Grouped, "summed": Summed, "heads": Heads, "plain": Plain}
+MODELS["unlike"] = Unlike
 for kind, model in MODELS.items():
     register_model(kind, model)

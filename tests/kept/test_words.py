@@ -27,7 +27,7 @@ JOURNAL = """
     timing took_over traffic undecided unsaved waiting
 """.split()
 PLAN = """
-    Adapter Chunk Collective Conversion Cut Einsum EinsumGroup Layout Mesh Operation Panels Parameter Plan
+    Adapter BranchPlace Chunk Collective Conversion Cut Einsum EinsumGroup Layout Mesh Operation Panels Parameter Plan
     PlannedOperation Planner Recompute RotaryScaling Router Scheme Spec Step
     StoredStates
 """.split()
@@ -35,8 +35,8 @@ OPERATIONS = """
     attention combine combine_rows concatenate cross_entropy dispatch dispatch_rows dropout einsum expand_kv
     features fused_attention jitter linear_cross_entropy lookup mlp norm one_hot pointwise pointwise_each
     project recall recurrence reduce relative_bias relayout relayout_each remember reshape residual
-    residual_norm ring_attention rotate route scale sequence_mean shift sinusoid softmax squared_error
-    token_loss
+    residual_norm ring_attention rotate route scale sequence_mean shift sinusoid softmax split_branches squared_error
+    sum_branches token_loss
 """.split()
 BLOCKS = "7be4c08db5416c6b534b28a16e3808ebe2c36947d21f4ac9865516c66e12e0be"  # of the kept texts, in samples of 16
 

@@ -54,6 +54,7 @@ class Op:
     chooses_kernel = False  # True: one kernel computes a whole attention, named by the attribute `kernel`
     moves_rows = False  # True: it sends as many rows of experts as their routing says
     multiplies_matrices = False  # True: its parameters are matrices, which Muon updates as a whole
+    joins_branches = False  # True: its tensors are of several branches that are not alike, or of the stream around them
     bias_before = ""  # kind of the operation before it whose bias its own product adds
 
     def __set_name__(self, owner: type, name: str) -> None:

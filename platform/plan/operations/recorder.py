@@ -142,6 +142,10 @@ class Recorder(Ops):
                 known = "is declared otherwise" if p.name in self.declared else "is not declared"
                 legal = self.declared if p.name not in self.declared else ()
                 raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
+        places = dict.fromkeys(t.place for t in (*inputs, *outputs))
+        if len(places) > 1 and not OPERATIONS[kind].joins_branches:
+            branches = ", ".join(f"branch {place.number}" if place else "no branch" for place in places)
+            raise ModelMistake(name, f"has tensors of {branches}, in {kind}", ["split_branches", "sum_branches"])
         for end, tensors in (("inputs", inputs), ("outputs", outputs)):
             word = OPERATIONS[kind]
             for t in (t for t in tensors if isinstance(t, Spec) and t.open):

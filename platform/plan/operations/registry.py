@@ -37,6 +37,8 @@ from platform.plan.operations.reshaping import (
     RelayoutTogetherOp,
     ReshapeOp,
     SequenceMeanOp,
+    SplitBranchesOp,
+    SumBranchesOp,
 )
 
 
@@ -54,6 +56,7 @@ class Ops:
     project, einsum = ProjectOp(), ProductOp()
     relayout, relayout_each = RelayoutOp(), RelayoutTogetherOp()
     reshape, concatenate = ReshapeOp(), ConcatenateOp()
+    split_branches, sum_branches = SplitBranchesOp(), SumBranchesOp()
     reduce, expand_kv = ReduceOp(), ExpandKvOp()
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
     pointwise, pointwise_each, scale = PointwiseOp(), PointwiseBySliceOp(), ScaleOp()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import inf, prod
 
 from platform.plan.layout import Layout, common_prefix
+from platform.plan.model_types import Spec
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import BlockOp, Op, Saved, Value, assemble_plan, token_fields
 from platform.plan.rule import Conversion, RelayoutStep
@@ -122,6 +123,82 @@ class ConcatenateOp(Op):
         sizes = list(zip(alike, [part.elements for part in parts], strict=True))
         ops.note_operation([joined], parts, (), lambda gs, _: [ops.new(n) if summed else gs[0] for summed, n in sizes])
         return ops.convert_block(joined, leave)
+
+
+class SplitBranchesOp(Op):
+    """Activation x of type `spec`, whole on each sub-grid, for branches that are not alike, of type `outs` in each."""
+
+    memory_accesses = (0, 0)
+    keeps_nothing = True
+    joins_branches = True
+
+    def record_operation(self, ops, name, x, spec, outs):
+        _check_branches(name, [spec, *outs])
+        return ops.record_operation(self.kind, name, [x], [spec], outs)
+
+    def plan_operation(self, planner, operation) -> PlannedOperation:
+        """Plan the gather of an activation from all sub-grids, and the sum over them of what branches give back."""
+        axes = planner.branch_axes
+        whole = planner.layout(operation.outputs[0]).drop_axes(axes)
+        conversion = planner.operand_conversion(operation.inputs[0], whole, (*whole.axes, *axes))
+        return assemble_plan(planner, operation, whole, [conversion])
+
+    def run_on_blocks(self, ops, name, x, spec, outs):
+        """Return x for each branch of this rank's sub-grid, and for others an empty one with a gradient of zeros."""
+        whole = ops.convert_block(x, ops.operation_plan(self.kind, name).conversions[0])
+        whole = whole.contiguous()  # a join of blocks of one index has gaps: each branch would copy it
+        coordinates = ops.communicator.coordinates
+        return tuple(whole if ops.plan.has_block(out, coordinates) else whole.flatten()[:0] for out in outs)
+
+    def meter_memory(self, ops, name, x, spec, outs):
+        """Count the bytes of the gathered activation, which the branches of the metered worker share."""
+        whole = ops.convert_block(x, ops.operation_plan(self.kind, name).conversions[0])
+        return tuple(whole if ops.plan.has_block(out, ops.at) else ops.tensor(0) for out in outs)
+
+
+class SumBranchesOp(Op):
+    """Sum of the results x, of types `specs`, of branches that are not alike, in `out`."""
+
+    memory_accesses = (2, 1)
+    keeps_nothing = True
+    joins_branches = True
+
+    def record_operation(self, ops, name, x, specs, out):
+        _check_branches(name, [out, *specs])
+        return ops.record_operation(self.kind, name, x, specs, [out])
+
+    def plan_operation(self, planner, operation) -> PlannedOperation:
+        """Plan the sum over the sub-grids, each of which has the sum of its own branches."""
+        whole = planner.layout(operation.inputs[0]).drop_axes(planner.branch_axes)
+        conversion = planner.result_conversion(operation.outputs[0], replace(whole, partial=planner.branch_axes))
+        return assemble_plan(planner, operation, whole, [conversion])
+
+    def run_on_blocks(self, ops, name, x, specs, out):
+        """Return the sum of the branches of this rank's sub-grid, zeros without one, summed over the sub-grids."""
+        (conversion,) = ops.operation_plan(self.kind, name).conversions
+        own, others = ([y for y in x if ops.absent(y) is absent] for absent in (False, True))
+        total = sum(own[1:], own[0]) if own else x[0].new_zeros(ops.shape_before(conversion))
+        return ops.convert_block(total + sum(y.sum() for y in others), conversion)
+
+    def meter_memory(self, ops, name, x, specs, out):
+        """Count the bytes of the sum of the metered worker's branches."""
+        planned = ops.operation_plan(self.kind, name)
+        (conversion,) = planned.conversions
+        own = [y for y in x if not ops.absent(y)]
+        return ops.convert_block(ops.sum(ops.inner(planned, conversion), own), conversion)
+
+
+def _check_branches(name: str, specs: Sequence[Spec]) -> None:
+    """Raise ModelMistake unless of `specs` the first is of the whole model, and the others are its type in branches,
+    two or more, each with a place of its own."""
+    stream, *inside = specs
+    places = [spec.place for spec in inside]
+    if stream.place or len(places) < 2 or None in places or len({*places}) < len(places):
+        raise ModelMistake(name, f"two branches or more have a place each, the stream has none, unlike {specs}")
+    if different := [spec for spec in inside if (spec.dims, spec.sizes) != (stream.dims, stream.sizes)]:
+        raise ModelMistake(str(different[0]), f"a branch begins and ends as the stream, in {name}", [str(stream)])
+    if len({(spec.region, spec.place.costs) for spec in inside if spec.place}) > 1:
+        raise ModelMistake(name, "branches of one layer are in one region, and are dealt by the same costs")
 
 
 class ExpandKvOp(BlockOp):

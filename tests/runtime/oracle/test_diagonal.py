@@ -90,4 +90,4 @@ def test_a_collective_that_one_rank_of_each_group_would_take_is_unsound():
 
 def test_where_the_planner_chooses_no_square_vectors_lie_as_ever():
     c = build(tensor="3d", axes={"x": 1, "y": 4, "z": 2})
-    assert not any(plan_layout.diagonal_axes for plan_layout in map(make_plan(c).layout, make_plan(c).parameters))
+    assert not any(plan_layout.shifted_axes for plan_layout in map(make_plan(c).layout, make_plan(c).parameters))
