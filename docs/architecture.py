@@ -13,7 +13,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "architecture.svg"
 PACKAGE = ROOT / "platform"
-COMMANDS = ("api", "doctor", "evaluate", "generate", "launch")  # files beside the rooms, drawn as one
+COMMANDS = ("api", "doctor", "evaluate", "generate", "launch", "tune")  # files beside the rooms, drawn as one
 EVERYWHERE = ("boundary", "config", "plan")  # rooms that nearly all others import: arrows to them are left out
 WIDTH, HEIGHT = 960, 600
 HEIGHT_OF_ROOM = 44

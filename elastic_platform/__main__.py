@@ -32,7 +32,8 @@ def main() -> int:
     packaged = spec.submodule_search_locations is not None
     module = import_module(f"platform.{name}.__main__" if packaged else f"platform.{name}")
     sys.argv[:2] = [str(module.__file__)]
-    return QuickExit().run(module.main) if name == "launch" else int(module.main())  # as each does by `python -m`
+    is_quick = name in ("launch", "tune")  # as each is by `python -m`
+    return QuickExit().run(module.main) if is_quick else int(module.main())
 
 
 def _refuse(name: str) -> int:

@@ -1,5 +1,6 @@
 """Commands that users type, a file each, and `api`, which offers them to Python. `launch` composes the configuration of
-a job, plans and trains it; `generate` and `evaluate` ask a trained model; `doctor` examines the workers of a run.
+a job, plans and trains it; `tune` chooses how a model is tuned, and
+launches that; `generate` and `evaluate` ask a trained model; `doctor` examines the workers of a run.
 
 Define nothing here: this package extends Python's own `platform` module with its submodules. Importing it replaces it
 in `sys.modules` with the standard library's module object, whose `__path__` is set to this directory:

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,7 +22,7 @@ _OTHERS = "CHLD CONT URG WINCH TSTP TTIN TTOU  KILL STOP  ABRT BUS FPE ILL SEGV 
 _OTHER_NUMBERS = {signal.Signals[f"SIG{name}"] for name in _OTHERS.split()}
 ENDING = tuple(number for number in signal.Signals if number < signal.SIGRTMIN and number not in _OTHER_NUMBERS)
 STATUS = dict.fromkeys(ENDING, 75) | {signal.SIGINT: 130}  # exit status
-COMMANDS = tuple("launch generate evaluate doctor plan checkpoint weights data jobs report status".split())
+COMMANDS = tuple("launch tune generate evaluate doctor plan checkpoint weights data jobs report status".split())
 # How often a thread of torch's CPU library (libgomp) looks for the others before it sleeps, which the library reads as
 # it is loaded: about as long as it takes to sleep and wake. By itself it looks 300,000 times, for milliseconds, and on
 # a busy machine these are taken from the very thread that it waits for. The waiting policy is another name for it.
@@ -102,6 +103,17 @@ def restore_handlers(old_handlers: Mapping[int, Any]) -> None:
     # gives the signals back to the system in its last moments, which kills.
     for number, handler in old_handlers.items():
         signal.signal(number, signal.SIG_IGN if _is_command else handler)
+
+
+@contextmanager
+def keep_handlers() -> Iterator[None]:
+    """Restore, after the block, the handlers of signals of ENDING as they were before it: in it a command runs after
+    which another one, which handles them too, goes on in this process."""
+    is_main = threading.current_thread() is threading.main_thread()
+    old_handlers = {number: signal.getsignal(number) for number in ENDING if is_main}
+    yield
+    for number, handler in old_handlers.items():
+        signal.signal(number, handler)
 
 
 def _install_handler(handler: Handler) -> dict[int, Any]:

@@ -18,8 +18,15 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.schema import Malformed, iterate_texts, map_nested_values, shorten_value
 from platform.config.fields import Data
 from platform.data.chat_templates import ANSWERS, REASONING, Conversation, Tools, parse_conversation, read_message_text
-from platform.data.data_files import ROWS, DataFile, name_file_in_errors, replace_surrogates, uncompressed_suffix
-from platform.data.source_kind import UNREAD
+from platform.data.data_files import (
+    ROWS,
+    DataFile,
+    find_data_files,
+    name_file_in_errors,
+    replace_surrogates,
+    uncompressed_suffix,
+)
+from platform.data.source_kind import SNIFFED, UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +113,35 @@ def read_preferences(files: Sequence[DataFile], data: Data, key: str = "data.pat
                 if pair := _parse_preference(kept, data, f"{key}={file}: {place}", place):
                     yield number, pair
                     number += 1
+
+
+def recognise_kind(location: str, key: str) -> str:
+    """Return the kind of data (data.kind) at a path or URL, by the first record of its files (of many, the first
+    SNIFFED): preferences, instructions or text. Raises ConfigError, naming the `key` that leads to it, for records of
+    no known form and for files of several kinds."""
+    file_by_kind = {_recognise_file_kind(file, key): file for file in find_data_files(key, location)[:SNIFFED]}
+    if len(file_by_kind) > 1:
+        named = " and ".join(f"{file} of {kind}" for kind, file in sorted(file_by_kind.items()))
+        raise ConfigError(f"{key}={location}: holds {named}; nearest legal: files of one kind, or data=KIND")
+    return next(iter(file_by_kind))
+
+
+def _recognise_file_kind(file: DataFile, key: str) -> str:
+    """Return the kind of data in a file, by its first record; text if it is no file of records. Raises ConfigError."""
+    if uncompressed_suffix(file) not in ROWS:
+        return "text"
+    with name_file_in_errors(file, key):
+        place, values = next(ROWS[uncompressed_suffix(file)](file, [*_FIELDS, "text"]), ("", {}))
+        kept = {name: value for name, value in values.items() if value is not None}
+        if kept.keys() >= {CHOSEN, REJECTED}:
+            return "preferences"
+        if _find_record_form(kept):
+            return "instructions"
+        if "text" in kept:
+            return "text"
+        fields = ", ".join(values) or "none"
+        reason = f"{place} is of no known form; its fields: {fields}" if place else "holds no record"
+        raise ConfigError(f"{reason}; nearest legal: data=KIND data.field=NAME")
 
 
 def _parse_preference(values: Mapping[str, Any], data: Data, where: str, place: str) -> Preference | None:

@@ -108,7 +108,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # of streams: raise it when the same documents would give other blocks
 UNREAD = "none"  # data.input_field: no field goes on a prompt
 _TRAINING = 16_000_000  # characters that the tokenizer is trained on: evenly spaced pieces of a longer corpus
-_SNIFFED = 32  # files whose beginnings `violations_of_source` reads
+SNIFFED = 32  # files whose beginnings `violations_of_source` reads
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class SourceKind:
             files = located_files
         with _collect_violations(lines, data):
             held_out_files = self.find_held_out_files(data)
-        file_groups = [("data.path", file_group) for file_group in self.group_files(files)[:_SNIFFED]]
-        held_out_groups = (("data.validation_path", [file]) for file in held_out_files[:_SNIFFED])
+        file_groups = [("data.path", file_group) for file_group in self.group_files(files)[:SNIFFED]]
+        held_out_groups = (("data.validation_path", [file]) for file in held_out_files[:SNIFFED])
         for key, file_group in [*file_groups, *held_out_groups]:
             with _collect_violations(lines, data):
                 next(self.read(file_group, data, key), None)

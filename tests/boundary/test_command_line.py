@@ -9,7 +9,7 @@ import string
 
 import pytest
 
-from platform import doctor, evaluate, generate, launch
+from platform import doctor, evaluate, generate, launch, tune
 from platform.boundary.refusals import build_command_line, run_command
 from platform.checkpoint.__main__ import main as checkpoint
 from platform.data.__main__ import main as data
@@ -19,7 +19,7 @@ from platform.weights.__main__ import main as weights
 
 COMMANDS = {
     "launch": launch.main, "doctor": doctor.main, "generate": generate.main, "evaluate": evaluate.main,
-    "checkpoint": checkpoint, "data": data, "jobs": jobs, "plan": plan, "weights": weights,
+    "tune": tune.main,    "checkpoint": checkpoint, "data": data, "jobs": jobs, "plan": plan, "weights": weights,
 }  # fmt: skip
 SUBCOMMANDS = {
     "checkpoint": ("verify", "show", "export", "import"), "data": ("prepare", "convert"),

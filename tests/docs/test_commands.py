@@ -21,7 +21,7 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from platform import doctor, launch
+from platform import doctor, launch, tune
 from platform.checkpoint.__main__ import main as inspect_checkpoint
 from platform.cluster import calibration_run, driver, resources
 from platform.cluster.resources import find_worker_device, refuse_lack_of_memory
@@ -130,6 +130,18 @@ def examines(typed: Typed, arguments: str, bench: Bench) -> None:
     )
     assert doctor.main(shlex.split(arguments)) == doctor.SOUND and seen
     assert all(line in bench.capfd.readouterr().out for line in typed.shown)
+
+
+def tunes(typed: Typed, arguments: str, bench: Bench) -> None:
+    """Choose how a model is tuned, and launch that; a run in whose place a page names one of its reader's is kept."""
+    if "mine/run pairs.jsonl" in arguments:
+        exported(bench)
+        own_words("words.json")
+        [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
+        shutil.copytree(kept, "mine/run")
+        shutil.copy(ROOT / "examples" / "pairs.jsonl", "pairs.jsonl")
+        arguments += " data.tokenizer=words.json cluster.device=cpu"
+    answers(tune.main(shlex.split(arguments)), typed, bench)
 
 
 def inspects(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -345,6 +357,7 @@ def is_trusted(typed: Typed, arguments: str, bench: Bench) -> None:
 
 KINDS: dict[str, Callable[..., None]] = {  # what a command looks like -> the check of it and of its arguments
     r"python -m platform\.launch (.*)": launches,
+    r"python -m platform\.tune (.*)": tunes,
     r"(?:[A-Z_]+=\w+|nsys profile --output step) python -m platform\.launch (.*)": launches,
     r"python -m (tests\.harness\..*)": names_a_module,
     r"python -m platform\.plan ([^|]*)": plans,
@@ -384,9 +397,9 @@ def test_a_command_does_what_is_shown(typed: Typed, bench: Bench):
     known = [(check, match[1]) for form, check in KINDS.items() if (match := re.fullmatch(form, typed.command))]
     assert len(known) == 1, f"{typed.command}: say in KINDS how to test it"
     [(check, arguments)] = known
-    if typed.file == "first-gpu-day.md":
+    if typed.file in ("first-gpu-day.md", "recipes.md"):
         bench.monkeypatch.setattr(resources, "gpu_count", lambda: 8)
-    if "qwen3_8b" in arguments:
+    if "qwen3_8b" in arguments or "Qwen3-8B my.jsonl" in arguments:
         write_model(bench.here / "Qwen3-8B")
         [record] = [text for language, text in blocks(ROOT / "docs" / "fine-tune.md") if language == "text"]
         write_talks(bench.here / "my.jsonl", record.strip())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from platform import doctor, evaluate, generate, launch
+from platform import doctor, evaluate, generate, launch, tune
 from platform.checkpoint.__main__ import main as checkpoint
 from platform.data.__main__ import main as data
 from platform.jobs.__main__ import main as jobs
@@ -35,6 +35,7 @@ ALWAYS: dict[str, tuple[Main, str]] = {
     "checkpoint": (checkpoint, "export URL={run}/checkpoints TARGET={new}/one.safetensors"),
     "evaluate": (evaluate.main, "CHECKPOINT={run}"),
     "write": (generate.main, "CHECKPOINT={run} PROMPT=the"),
+    "tune": (tune.main, "MODEL={run} DATA={text} --plan cluster=inline data.tokenizer={tokenizer}"),
     "launch": (launch.main, "+experiment=gpt_quick"),
     "generate": (generate.main, "CHECKPOINT={run} --prompts={ids}"),
 }
@@ -255,6 +256,16 @@ convert data=pairs data.path={pairs} model.kind=encoder_decoder
 convert data=synthetic data.path=
 prepare model.vocab=12
 prepare data.tokenizer=train model.vocab=3
+tune --workers=0
+tune --hardware=h100 cluster=processes
+tune --hardware=h1000
+tune MODEL=nobody/none
+tune MODEL={text}
+tune DATA={text}x
+tune DATA={ids}
+tune data.tokenizer=/nowhere
+tune train.stpes=3
+tune seed=-1
 launch --cfg=job --package=trian
 launch --bogus
 """

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from platform import launch
+from platform import launch, tune
 from platform.boundary.refusals import ConfigError
 from platform.cluster import asked_model, resources
 from platform.cluster.shown_commands import PhaseTimes
@@ -88,6 +88,7 @@ def refused(places, composers, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "open_composer", composers)
     monkeypatch.setattr(planned_run, "open_composer", composers)
+    monkeypatch.setattr(tune, "open_composer", composers)
     monkeypatch.setattr(resources, "await_worker_places", accept)
     monkeypatch.setattr(asked_model, "machine_memory", lambda: MEMORY)
 
