@@ -40,6 +40,7 @@ from platform.config.fields import (
     KEYS,
     Config,
     Tensor,
+    distill_settings,
     flatten_config,
     list_value_violations,
     set_value,
@@ -395,12 +396,27 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
     config.parallel.data = plan.num_replicas
     if plan.zero < 3:
         config.parallel.bucket_mib = plan.bucket_mib  # workers may lack the file of cluster.hardware
+    lines += _violations_of_teacher(config) if distill_settings(config) else []
     if not lines:
         with expect_cluster(config):
             settle_auto_intervals(config, plan, print_line)
     lines += run_rules.violations_of_fault_ranks(config, plan.mesh.world_size)
     lines += run_rules.violations_of_profile_ranks(config, plan.mesh.world_size)
     return plan, lines
+
+
+def _violations_of_teacher(config: Config) -> list[str]:
+    """Return the refusal lines of a launched job's teacher: its model, its tokenizer, its weights and its plan."""
+    if not config.train.teacher:
+        legal = ["train.teacher=FOLDER", "train.teacher=CHECKPOINT"]
+        return [format_violation("train.teacher", "", "train.loss=distill needs a trained model", legal)]
+    with show_phase("reading the teacher's description"):  # takes seconds, as it imports torch
+        from platform.cluster.control.teacher import find_teacher, plan_teacher
+    try:
+        plan_teacher(config, find_teacher(config))
+    except ConfigError as error:
+        return error.violations
+    return []
 
 
 def _count_workers(config: Config) -> int | None:

@@ -289,6 +289,10 @@ def _open_corpus(
                 lengths["source"] = config.model.source_length or config.model.length
             if fresh:
                 _check_vocabulary(config, corpus.vocabulary)
+            if config.train.teacher:
+                from platform.cluster.control.teacher import check_teacher_vocabulary, find_teacher
+
+                check_teacher_vocabulary(config, find_teacher(config), corpus.vocabulary)
             if tasks:
                 tasks.check_vocabulary(corpus.vocabulary)
             check_sample(training_objective_name(config), lambda: corpus.batch("train", 0, 1), lengths)

@@ -30,7 +30,7 @@ from platform.config.fields import KEYS, Config, allow_choice, describe_value, v
 from platform.config.key import WORDS, Key, describe_type
 from platform.config.key import key as declare_key
 from platform.config.moved_imports import find_moved
-from platform.plan.model_types import PAIR_LOSSES
+from platform.plan.model_types import DISTILL, PAIR_LOSSES
 
 
 @dataclass
@@ -43,6 +43,7 @@ class PairSettings:
 
 # (key, registered name) -> dataclass of its settings
 OWN_SETTINGS: dict[tuple[str, str], type] = {("train.loss", name): PairSettings for name in PAIR_LOSSES}
+OWN_SETTINGS["train.loss", DISTILL] = config_fields.DistillSettings
 # keys by which a configuration chooses a function; the groups of Config have fields for its settings
 _NAMES = "model.kind data.kind data.objective train.loss optimizer.kind optimizer.schedule pipeline.kind"
 CHOSEN: dict[str, Callable[[Config], str]] = {  # key -> name of the function that a configuration chooses

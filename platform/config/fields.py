@@ -46,7 +46,7 @@ from platform.config.groups import (
     Tune,
 )
 from platform.config.key import Key, describe_type, key
-from platform.plan.model_types import CROSS_ENTROPY, PAIR_LOSSES
+from platform.plan.model_types import CROSS_ENTROPY, DISTILL, PAIR_LOSSES
 
 
 @dataclass
@@ -238,6 +238,29 @@ LOSS_OF = {PREFERENCE: PAIR_LOSSES[0]}  # value of data.objective -> its loss, u
 def training_loss_name(config: Config) -> str:
     """Return the name of the loss that a configuration trains with: `train.loss`, else the loss of its objective."""
     return config.train.loss or LOSS_OF.get(training_objective_name(config), CROSS_ENTROPY)
+
+
+@dataclass
+class DistillSettings:
+    """Settings of a loss by what a teacher says of labels."""
+
+    weight: float = key(
+        0.5, "of the divergence from the teacher; the labels' cross-entropy has the rest", "> 0 and <= 1"
+    )
+    temperature: float = key(
+        1.0, "by which the logits of both are divided; its square multiplies the divergence", "> 0"
+    )
+    direction: str = key("forward", "forward: KL(teacher, model); reverse: KL(model, teacher)", ("forward", "reverse"))
+    top: int = key(64, "classes that are kept of the teacher for each label, its likeliest; 0 = all", ">= 0")
+
+
+def distill_settings(config: Config) -> DistillSettings | None:
+    """Return a configuration's settings of distillation, `top` as the number of classes kept; None without it."""
+    if training_loss_name(config) != DISTILL:
+        return None
+    known = {f.name for f in fields(DistillSettings)}
+    settings = DistillSettings(**{name: v for name, v in config.train.loss_settings.items() if name in known})
+    return replace(settings, top=min(settings.top, config.model.vocab) or config.model.vocab)
 
 
 def hash_values(values: Any) -> str:

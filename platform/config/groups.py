@@ -8,7 +8,7 @@ from typing import Any
 
 from platform.config.key import RHYTHM, SECONDS, WORKERS, declare_user_settings_key, fixed_key, free_key, key
 from platform.plan.generators import ONE_CHUNK
-from platform.plan.model_types import CROSS_ENTROPY, KERNELS, PAIR_LOSSES
+from platform.plan.model_types import CROSS_ENTROPY, DISTILL, KERNELS, PAIR_LOSSES
 from platform.plan.scheme import CONTEXT_KINDS, GATHERED, SLICE_VIA, TENSOR_EXPERTS, VECTORS
 
 
@@ -644,8 +644,9 @@ class Train:
         ' "" = from model.source, if there is one', path=("random",),
     )  # fmt: skip
     loss: str = free_key(
-        "", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY, *PAIR_LOSSES), open=True
+        "", 'what a label costs; "" = as the objective says', ("", CROSS_ENTROPY, *PAIR_LOSSES, DISTILL), open=True
     )
+    teacher: str = free_key("", "train.loss=distill: the model that is learned from, as train.init names one", path=())
     init_averaged: bool = free_key(False, "train.init: take the averages that train.ema kept of that run's weights")
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")

@@ -23,7 +23,7 @@ from platform.config.fields import (
 from platform.config.key import violation_of_key
 from platform.config.ramps import parse_length_ramp
 from platform.plan.layout import find_divisors, format_count
-from platform.plan.model_types import CROSS_ENTROPY, PAIR_LOSSES
+from platform.plan.model_types import CROSS_ENTROPY, DISTILL, PAIR_LOSSES
 
 
 def _violations_of_attention(config: Config) -> Iterator[str]:
@@ -521,12 +521,42 @@ def _violations_of_preferences(config: Config) -> Iterator[str]:
     for name, legal_value in _WHOLE_PAIRS.items():
         if attrgetter(name)(config) != legal_value:
             yield violation_of_key(config, name, whole, [legal_value])
-    scored = "data=preferences is scored before the first step, as a whole"
+    yield from _violations_of_streams(config, "data=preferences is scored before the first step, as a whole")
+
+
+def _violations_of_teacher(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each setting under which a model does not learn from a teacher, and for a teacher that
+    no loss asks."""
+    train, model = config.train, config.model
+    if training_loss_name(config) != DISTILL:
+        if train.teacher:
+            constraint = f"train.loss={training_loss_name(config)} asks no teacher"
+            yield violation_of_key(config, "train.teacher", constraint, ['""', f"train.loss={DISTILL}"])
+        return
+    if training_objective_name(config) not in ("causal", PREFERENCE) or model.kind != "decoder":
+        constraint = f"data.objective={training_objective_name(config)} of model.kind={model.kind} does not go with it"
+        yield format_violation("train.loss", train.loss, constraint, ["", CROSS_ENTROPY])
+    if type(top := train.loss_settings.get("top")) is int and top > model.vocab:
+        constraint = f"must be <= model.vocab={model.vocab}"
+        yield format_violation("train.loss_settings.top", top, constraint, [model.vocab, 0])
+    if config.data.kind == "synthetic":
+        yield format_violation("data.kind", "synthetic", "has no end, and a teacher reads all of it first", ["stdlib"])
+    yield from _violations_of_streams(config, f"train.loss={DISTILL}: a teacher reads the data before the first step")
+
+
+def _violations_of_streams(config: Config, reason: str) -> Iterator[str]:
+    """Yield a refusal line for each configured source of data that is streamed, for a `reason`."""
     sources = {f"data.sources.{name}": source for name, source in config.data.sources.items()}
     streamed = {place: isinstance(source, dict) and source.get("streaming") for place, source in sources.items()}
     for place, is_streamed in {"data": config.data.streaming, **streamed}.items():
         if is_streamed:
-            yield format_violation(f"{place}.streaming", True, scored, [False])
+            yield format_violation(f"{place}.streaming", True, reason, [False])
 
 
-DATA_RULES = (_violations_of_data, _violations_of_objective, _violations_of_documents, _violations_of_preferences)
+DATA_RULES = (
+    _violations_of_data,
+    _violations_of_objective,
+    _violations_of_documents,
+    _violations_of_preferences,
+    _violations_of_teacher,
+)

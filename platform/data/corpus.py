@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from platform.boundary.refusals import ConfigError, refuse_all
 from platform.boundary.schema import Malformed
-from platform.config.fields import Config, Data, hash_values, training_objective_name
+from platform.config.fields import Config, Data, distill_settings, hash_values, training_objective_name
 from platform.data import cache, cache_entries, mixture, packing
 from platform.data import streams as synthetic
 from platform.data import text_sources as text_sources  # its import registers the kinds of sources
@@ -24,8 +24,10 @@ from platform.data.objectives import Causal, Objective, SampleShape, build_objec
 from platform.data.source_kind import find_source_kind, is_streamed
 from platform.data.special_tokens import SpecialIds
 from platform.data.streams import Ints, known_document_starts, token_loss_mask
+from platform.data.teacher_classes import TeacherClasses
 from platform.data.tokenizer import Vocabulary, load_named_vocabulary, open_vocabulary
 from platform.data.tokenizer_files import TokenizerFiles
+from platform.plan.model_types import TEACHER
 
 logger = logging.getLogger(__name__)
 TRAIN, VALIDATION = "train", "validation"
@@ -73,6 +75,7 @@ class Corpus:
     special: SpecialIds = field(default_factory=SpecialIds)  # that begin and end documents
     vocabulary: Vocabulary | None = None  # its tokenizer; None if it has no text
     entry: Path | None = None  # the folder of its tokens; None if it has none
+    teacher: TeacherClasses | None = None  # records of its labels, if a model learns from a teacher
 
     @property
     def tokenizer_files(self) -> TokenizerFiles:
@@ -128,8 +131,11 @@ class Corpus:
         numbers = np.arange(start, end)
         keys = hash_integers(self.seed, split == TRAIN, numbers)
         tensors: dict[str, NDArray[np.int64]] = {}
-        for _, stream, rows, index in self.locate_samples(split, numbers):
+        for part, stream, rows, index in self.locate_samples(split, numbers):
             source_tensors = self.objective.batch(stream, index, keys[rows])
+            if self.teacher:
+                place = split.partition("/")[0], part.name, index
+                source_tensors[TEACHER] = self.teacher.number_labels(*place, source_tensors["labels"])
             if len(rows) == len(numbers):
                 return source_tensors
             for name, values in source_tensors.items():
@@ -170,6 +176,15 @@ class Corpus:
                 stream_index = part.labelled[split][stream_index]
             yield SamplePlaces(part, stream, rows, stream_index)
 
+    def number_teacher_records(self, length: int) -> TeacherClasses:
+        """Return the places of a teacher's records of this corpus, one for each of `length` tokens of each sample."""
+        first_records, count = dict[tuple[str, str], int](), 0
+        for part in self.parts:
+            for split, stream in part.streams.items():
+                first_records[split, part.name] = count
+                count += max(0, self.objective.samples(stream)) * length
+        return TeacherClasses(length, first_records, count)
+
     def count_source_samples(self, part: SourceTokens, split: str) -> int:
         """Count the samples that a data source has in one epoch of a split; if streamed, in its first block."""
         if split in part.labelled:
@@ -181,7 +196,7 @@ def open_run_corpus(config: Config, *, shared: Path | None = None, entry: str = 
     """Open the tokenised corpus that a run's configuration names, cut into samples for its training objective.
     `shared`: a folder for its tokens that other machines see; `entry`: the cache entry with its tokens, if known."""
     model = config.model
-    return open_corpus(
+    corpus = open_corpus(
         config.data,
         length=model.length,
         source_length=model.source_length,
@@ -192,6 +207,7 @@ def open_run_corpus(config: Config, *, shared: Path | None = None, entry: str = 
         shared=shared,
         entry=Path(entry) if entry else None,
     )
+    return replace(corpus, teacher=corpus.number_teacher_records(model.length)) if distill_settings(config) else corpus
 
 
 def open_corpus(

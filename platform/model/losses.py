@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from platform.boundary.refusals import OwnCodeError, format_violation, guard_user_code
 from platform.config.extensions import PairSettings, bind_settings_object, register_own_function
-from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
+from platform.config.fields import (
+    WEIGHTED,
+    Config,
+    DistillSettings,
+    distill_settings,
+    training_loss_name,
+    training_objective_name,
+)
 from platform.plan.layout import format_count
-from platform.plan.model_types import CROSS_ENTROPY, PAIR_LOSSES, REFERRING_LOSSES
+from platform.plan.model_types import CROSS_ENTROPY, DISTILL, PAIR_LOSSES, REFERRING_LOSSES
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
 
@@ -22,8 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from platform.runtime.chunked_loss import AnswerSums, PairLoss, TokenLoss
+    from platform.runtime.teacher_loss import Distillation
 
-LOSSES: dict[str, Callable[..., Any] | None] = dict.fromkeys((CROSS_ENTROPY, *PAIR_LOSSES))
+LOSSES: dict[str, Callable[..., Any] | None] = dict.fromkeys((CROSS_ENTROPY, *PAIR_LOSSES, DISTILL))
 
 
 def _dpo(chosen: AnswerSums, rejected: AnswerSums, settings: PairSettings) -> Tensor:
@@ -66,10 +74,13 @@ def _log_sigmoid(x: Tensor) -> Tensor:
     return F.logsigmoid(x)
 
 
-def pair_measures(config: Config) -> dict[str, PairLoss]:
-    """Return what a validation measures of pairs of answers under the loss that a model is trained with: the `margin`
-    between the rewards of both, and the `accuracy`, 1 where the chosen answer's reward is larger; {} without pairs."""
+def loss_measures(config: Config) -> dict[str, PairLoss | Distillation]:
+    """Return what a validation measures, by name, beside the loss that a model is trained with. Of pairs of answers:
+    the `margin` between the rewards of both, and the `accuracy`, 1 where the chosen answer's reward is larger; of a
+    model with a teacher the `divergence` of both."""
     name = training_loss_name(config)
+    if settings := distill_settings(config):
+        return {"distill/divergence": _build_distillation(settings, 0.0, 1.0, measures=True)}
     if name not in PAIR_LOSSES:
         return {}
     log = _log_ratio if name in REFERRING_LOSSES else _mean_log
@@ -82,9 +93,8 @@ def pair_measures(config: Config) -> dict[str, PairLoss]:
         """Return 1 for each pair of answers in the loss whose chosen one has the larger reward."""
         return (log(chosen) > log(rejected)).double()
 
-    measures = {"accuracy": accuracy, "margin": margin}
-    settings = config.train.loss_settings
-    return {word: bind_settings_object(f, "train.loss", name, settings) for word, f in measures.items()}
+    measures, values = {"preference/accuracy": accuracy, "preference/margin": margin}, config.train.loss_settings
+    return {word: bind_settings_object(f, "train.loss", name, values) for word, f in measures.items()}
 
 
 _PAIR_LOSSES = dict(zip(PAIR_LOSSES, (_dpo, _ipo, _simpo, _orpo), strict=True))
@@ -100,9 +110,21 @@ def register_loss(name: str, loss: Callable[..., Any], settings: type | None = N
     LOSSES[name] = loss
 
 
-def loss_functions(config: Config) -> dict[str, TokenLoss | PairLoss | None]:
+def _build_distillation(
+    settings: DistillSettings, label: float, teacher: float, measures: bool = False
+) -> Distillation:
+    """Build the loss of labels with these weights of their cross-entropy and of the divergence from a teacher."""
+    from platform.runtime.teacher_loss import Distillation
+
+    return Distillation(label, teacher, settings.temperature, settings.direction == "reverse", measures)
+
+
+def loss_functions(config: Config) -> dict[str, TokenLoss | PairLoss | Distillation | None]:
     """Return loss name -> function for a run's model: cross-entropy (None) and the loss that is configured."""
     name = training_loss_name(config)
+    if settings := distill_settings(config):
+        weight = settings.weight
+        return {CROSS_ENTROPY: None, name: _build_distillation(settings, 1 - weight, weight * settings.temperature**2)}
     loss = LOSSES[name] or _PAIR_LOSSES.get(name)
     return {
         CROSS_ENTROPY: None,

@@ -316,11 +316,17 @@ def _print_requested_view(arguments: argparse.Namespace) -> int:
         tokens=arguments.tokens,
         seeks_changes=True,
     )
+    if config.train.teacher:
+        from platform.cluster.control.teacher import describe_teacher, explain_teacher  # with torch
+
+        explanation["teacher"] = explain_teacher(config, hardware)
     if arguments.json:
         print(json.dumps(explanation))
         return 0
     blocks = [render_explanation(plan, explanation), *closing_blocks(plan, explanation)] if arguments.all else []
     print(escape_terminal_text("\n\n".join(blocks) or format_screen(plan, explanation)))
+    if facts := explanation.get("teacher"):
+        print(escape_terminal_text(describe_teacher(facts)))
     if fitting := find_fitting_change(explanation):
         print_line(Command(arguments.overrides, arguments.config_dir).format_with_overrides(fitting))
     return 0

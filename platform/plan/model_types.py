@@ -319,16 +319,20 @@ PAIRED = (
     "paired"  # data tensor: 2 n of labels in the chosen answer of pair n of a sequence, 2 n + 1 in the rejected one
 )
 REFERENCES = "references"  # of fp64 numbers: over an answer's labels they add up to its reference log-probability
+DISTILL = "distill"  # the loss of labels of which a teacher's likeliest classes are known
+TEACHER = "teacher"  # data tensor: number of the record of these classes at a label, which a rank's block holds instead
 
 
 @dataclass(frozen=True)
 class LabelLoss:
     """Loss of labels in training: by name, cross-entropy or what takes its place; `weighted`: the data says what each
-    label counts; `paired`: it is one of pairs of answers, a chosen and a rejected one."""
+    label counts; `paired`: it is one of pairs of answers, a chosen and a rejected one; `classes` of a teacher that the
+    data has for each label, 0 without one."""
 
     name: str = CROSS_ENTROPY
     weighted: bool = False
     paired: bool = False
+    classes: int = 0
 
 
 PLAIN = LabelLoss()

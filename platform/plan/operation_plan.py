@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 from platform.plan.layout import Cut, Layout, Mesh
-from platform.plan.model_types import Operation
+from platform.plan.model_types import TEACHER, Operation
 from platform.plan.rule import Conversion, RelayoutStep
 
 
@@ -279,6 +279,16 @@ ANSWER_SUMS = 3  # of an answer: log-probabilities of its labels, their referenc
 def is_paired(loss: Operation) -> bool:
     """Return True if a model's loss is one of pairs of answers, which needs the labels of a whole answer at once."""
     return dict(loss.attributes).get("paired", False)
+
+
+def count_classes(loss: Operation) -> int:
+    """Return how many of a teacher's likeliest classes a model's loss reads for each label; 0 without a teacher."""
+    return dict(loss.attributes).get("classes", 0)
+
+
+def count_data_numbers(planned: PlannedOperation, name: str) -> int:
+    """Return the numbers, of 8 bytes, in a rank's block of the data tensor `name` that a planned operation reads."""
+    return planned.token_count * (2 * count_classes(planned.operation) if name == TEACHER else 1)
 
 
 def answer_slots(length: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from platform.boundary.refusals import ConfigError, closest_values, find_refused_key, format_violation, refuse_all
 from platform.config import fields, layout_rules
 from platform.config.extensions import refuse_exits
-from platform.config.fields import WEIGHTED, Config, training_loss_name, training_objective_name
+from platform.config.fields import WEIGHTED, Config, distill_settings, training_loss_name, training_objective_name
 from platform.config.key import WORKERS
 from platform.config.layout_rules import can_have_uneven_experts, expert_axis_sizes, list_tensor_axes
 from platform.config.ramps import fix_sequence_length, length_phases, parse_length_ramp
@@ -221,7 +221,12 @@ def _build_unchecked_plan(
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
         attention_kernel=config.train.attention_kernel,
-        loss=LabelLoss(loss, training_objective_name(config) in WEIGHTED, loss in PAIR_LOSSES),
+        loss=LabelLoss(
+            loss,
+            training_objective_name(config) in WEIGHTED,
+            loss in PAIR_LOSSES,
+            settings.top if (settings := distill_settings(config)) else 0,
+        ),
         parts=parts,
         frozen=_find_frozen(config, model),
         adapters=find_adapters(config.model, config.tune, model),

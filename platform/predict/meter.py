@@ -17,7 +17,13 @@ from platform.plan.chunks import Bucket, Chunk
 from platform.plan.gather_order import ParameterPrefetcher, Use
 from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import NF4_PIECE, NF4_SCRATCH, Parameter, Spec
-from platform.plan.operation_plan import EinsumGroup, OffloadedActivation, PlannedOperation, shapes_along_steps
+from platform.plan.operation_plan import (
+    EinsumGroup,
+    OffloadedActivation,
+    PlannedOperation,
+    count_data_numbers,
+    shapes_along_steps,
+)
 from platform.plan.operations.attention import AttentionBlock
 from platform.plan.operations.op import (
     INTEGER,
@@ -123,7 +129,7 @@ class MemoryMeter(Ops):
     def allocate_data(self, chunk: Chunk) -> MeteredStorage:
         """Allocate counted bytes for the data tensors (ids, labels) that a chunk's operations read, one per layout."""
         readers = ((name, o) for o in chunk.operations.values() for name in o.operation.reads)
-        return self.integers(sum({(name, o.tokens): o.token_count for name, o in readers}.values()))
+        return self.integers(sum({(name, o.tokens): count_data_numbers(o, name) for name, o in readers}.values()))
 
     def widened(self, x: MeteredStorage | None, elements: int) -> MeteredStorage | None:
         """Count a cast of x to the type of statistics: a new storage only if that is not the compute type."""

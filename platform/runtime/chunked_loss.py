@@ -39,6 +39,7 @@ from platform.runtime.statistics import (
     slope_of_cap,
     widen_dtype,
 )
+from platform.runtime.teacher_loss import VocabularyColumns, measure_divergences
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,14 @@ class LogitDerivatives:
 
 
 @dataclass(frozen=True)
-class LossClasses:
+class LossClasses(VocabularyColumns):
     """Columns of the logits among which a token's label is one: `vocab` in all, split over the axes `over`, of which
     this rank has those from `first` on; its further columns are padding. `smoothing`: the share of the target that is
     spread evenly over vocab; `loss`: a loss in place of cross-entropy, without smoothing; `region`: wrapper that
     compiles a function (`platform.runtime.compilation.compile_region`), None: all run eagerly, on a chunk of rows at a
-    time; `pairs`: a loss of pairs of answers in place of cross-entropy; `cap`: soft cap of the logits, 0: none."""
+    time; `pairs`: a loss of pairs of answers in place of cross-entropy; `teacher`: weights of a teacher's classes;
+    `cap`: soft cap of the logits, 0: none."""
 
-    over: tuple[str, ...]
-    first: int
-    vocab: int
     smoothing: float = 0.0
     loss: TokenLoss | None = None
     region: Region | None = None
@@ -117,17 +116,20 @@ class LossClasses:
 class Targets:
     """Labels of tokens, int64 [rows], of which -1 does not count; and what the others count, [rows], None: 1. Of pairs
     of answers also: the number of each label's answer in its sequence, int64 [rows], and what it adds to the answer's
-    reference log-probability, [rows]. `batch`: sequences, of which each has a token in so many rows in turn."""
+    reference log-probability, [rows]. `batch`: sequences, of which each has a token in so many rows in turn. `classes`
+    [rows, 2 classes]: the likeliest ones of a teacher, then their log-probabilities."""
 
     labels: Tensor
     weights: Tensor | None = None
     answers: Tensor | None = None
     references: Tensor | None = None
     batch: int = 1
+    classes: Tensor | None = None
 
     def __getitem__(self, rows: slice) -> Targets:
-        """Return the labels and weights of the tokens `rows`, of a loss without pairs."""
-        return Targets(self.labels[rows], None if self.weights is None else self.weights[rows])
+        """Return the labels, weights and classes of the tokens `rows`, of a loss without pairs."""
+        weights, classes = (x if x is None else x[rows] for x in (self.weights, self.classes))
+        return Targets(self.labels[rows], weights, classes=classes)
 
 
 def _row_statistics(logits: Tensor, label_column: Tensor, with_sums: bool) -> Tensor:
@@ -244,7 +246,7 @@ def compute_loss_and_gradient(
     mine = (column >= 0) & (column < real)
     column = column.clamp(0, max(real - 1, 0)).unsqueeze(1)
     statistics, differentiate, chunks = _row_statistics, _overwrite_logits_with_gradient, list(_row_chunks(logits))
-    if classes.region and real:  # nothing in the type of statistics is kept: all rows at once
+    if classes.region and real and not classes.teacher:  # nothing in the type of statistics is kept: all rows at once
         statistics, differentiate = classes.region(_row_statistics), classes.region(_differentiate_compiled)
         chunks = [slice(None)]
     for at in chunks:
@@ -257,11 +259,15 @@ def compute_loss_and_gradient(
         losses, derivatives = _compute_pair_losses(merged_statistics, targets, communicator, pairs, with_gradient)
     else:
         losses, derivatives = _compute_token_losses(merged_statistics, classes, with_gradient)
+    counts, divergences = labels >= 0, None
+    if (teacher := classes.teacher) and targets.classes is not None:
+        divergences = measure_divergences(known, targets.classes, chunks, communicator, classes, with_gradient)
+        losses = teacher.label * losses + divergences.losses
+        derivatives = derivatives.multiply_by_weights(torch.full_like(losses, teacher.label))
     if targets.weights is not None:
         weights = targets.weights.to(losses.dtype)
         losses = losses * weights
         derivatives = derivatives if classes.pairs else derivatives.multiply_by_weights(weights)
-    counts = labels >= 0
     if with_gradient:
         logits[:, real:] = 0
 
@@ -274,9 +280,15 @@ def compute_loss_and_gradient(
         every = None if derivatives.every is None else mask_uncounted_rows(derivatives.every)
         share = mask_uncounted_rows(derivatives.label, mine & counts)
         share = share if every is None else share + every
+        factor = counts.to(shift.dtype) if targets.weights is None else weights.where(counts, 0.0)
         for at in chunks:
             rows = [x if x is None else x[at] for x in (whole, every)]
+            more = divergences.compute_gradient(known[at], at, factor[at]) if divergences else None
+            if more is not None and classes.cap:
+                more *= slope_of_cap(known[at].to(more.dtype, copy=True), classes.cap)
             differentiate(known[at], shift[at], column[at], share[at], *rows, classes.cap)
+            if more is not None:
+                known[at] += more
     return losses.where(counts, 0.0).double().sum()
 
 

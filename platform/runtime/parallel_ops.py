@@ -20,8 +20,8 @@ from torch import Tensor
 from platform.plan.chunks import layer_of_parameter
 from platform.plan.gather_order import ParameterPrefetcher
 from platform.plan.layout import Stretch, block_shape
-from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS, PAIRED, REFERENCES, Parameter, Spec
-from platform.plan.operation_plan import PlannedOperation, answer_slots, is_paired
+from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS, PAIRED, REFERENCES, TEACHER, Parameter, Spec
+from platform.plan.operation_plan import PlannedOperation, answer_slots, count_classes, is_paired
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.op import Op
 from platform.plan.operations.registry import Ops
@@ -41,6 +41,7 @@ from platform.runtime.flat_buffers import sum_squares
 from platform.runtime.recompute import ActivationOffload, run_recomputed
 from platform.runtime.residency import Operands, ParameterResidency
 from platform.runtime.residual import Drawing, Region
+from platform.runtime.teacher_loss import Distillation
 
 
 @dataclass
@@ -103,7 +104,7 @@ class ParallelOps(Ops):
         self.offload = ActivationOffload(communicator.device) if plan.recompute.offload else None
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
         # what a plan may name in its place
-        self.losses: Mapping[str, TokenLoss | PairLoss | None] = {CROSS_ENTROPY: None}
+        self.losses: Mapping[str, TokenLoss | PairLoss | Distillation | None] = {CROSS_ENTROPY: None}
         self.residency: ParameterResidency | None = None  # of parameters that are gathered for each block
         self.ahead = ParameterPrefetcher(plan, self._start_conversion, ahead)
         self.watched: ActivationWatch | None = None  # sums up the activations of training steps that are followed
@@ -415,7 +416,9 @@ class ParallelOps(Ops):
         is_used = self.position.training or is_paired(planned.operation)
         more = [self.position.inputs.get(name, {}).get(use) if is_used else None for name in names]
         weights, answers, references = (x if x is None else x.flatten() for x in more)
-        return Targets(labels[use].flatten(), weights, answers, references, labels[use].shape[1])
+        classes = self.position.inputs.get(TEACHER, {}).get(use)
+        classes = classes if classes is None else classes.flatten(0, 1)
+        return Targets(labels[use].flatten(), weights, answers, references, labels[use].shape[1], classes)
 
     def logit_classes(self, planned: PlannedOperation, spec: Spec, smoothing: float) -> LossClasses:
         """Return the vocabulary columns that this rank holds of the logits `spec`, for a planned cross_entropy, with
@@ -426,6 +429,8 @@ class ParallelOps(Ops):
         if is_paired(planned.operation):  # in evaluations too
             pairs = LossOfPairs(loss, planned.tokens["length"], answer_slots(self.plan.sizes["length"]))
             return LossClasses(planned.over, first, vocab, region=self.compiler, pairs=pairs, cap=cap)
+        if count_classes(planned.operation) and (self.position.training or loss.measures):
+            return LossClasses(planned.over, first, vocab, smoothing, region=self.compiler, teacher=loss, cap=cap)
         if not self.position.training:
             return LossClasses(planned.over, first, vocab, region=self.compiler, cap=cap)
         return LossClasses(planned.over, first, vocab, smoothing, loss, self.compiler, cap=cap)

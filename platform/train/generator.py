@@ -324,6 +324,24 @@ class TextGenerator:
             total += self._share_numbers(run, logits, torch.zeros_like(total), sum_scores)
         return [Scored(log_probability, misses == 0) for log_probability, misses in total[: batch.texts].tolist()]
 
+    def rank_classes(self, texts: AskedTexts, classes: int, temperature: float) -> Tensor:
+        """Rank what may follow each token of texts, all ranks together: return fp64 [texts, tokens, 2 classes], the
+        likeliest next tokens by logits / `temperature`, and then their log-probabilities."""
+        longer = AskedTexts([[*ids, 0] for ids in texts.ids])  # of a text that is scored, the last token is not read
+        batch, cache = self._build_batch(longer, 0, pads_left=False)
+        ranked = torch.zeros(batch.rows, batch.longest - 1, 2 * classes, dtype=torch.float64)
+        for first in range(0, batch.longest - 1, SCORED):
+            piece = slice(first, min(first + SCORED, batch.longest - 1))
+            run, logits = self._run_pass(batch, batch.ids[:, piece], first, cache, asked=piece.stop - first)
+
+            def rank_next(x: Tensor, _: slice) -> Tensor:
+                """Return the classes of a piece of the texts of this rank, [rows, tokens, 2 classes], from logits."""
+                logs, ids = torch.log_softmax(widen_dtype(x) / temperature, -1).topk(classes, -1)
+                return torch.cat((ids.double(), logs.double()), -1).transpose(0, 1)
+
+            ranked[:, piece] = self._share_numbers(run, logits, torch.zeros_like(ranked[:, piece]), rank_next)
+        return ranked[: batch.texts]
+
     def _build_batch(
         self, texts: AskedTexts, tokens: int, *, pads_left: bool = True, rows_per_text: int = 1
     ) -> tuple[PaddedTexts, KeyValueCache]:

@@ -15,10 +15,11 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.data.corpus import Corpus
 from platform.data.streams import read_sequence_batch
+from platform.data.teacher_classes import TeacherClasses
 from platform.model.layers import Activations
 from platform.plan.chunks import Chunk
 from platform.plan.layout import Layout, locate_block
-from platform.plan.model_types import LABEL_WEIGHTS, PAIRED
+from platform.plan.model_types import LABEL_WEIGHTS, PAIRED, TEACHER
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action
 from platform.runtime.attention_pairs import note_host_copy
@@ -46,13 +47,18 @@ def _find_sequence_range(plan: Plan, communicator: Communicator, layout: Layout)
     return start, start + n
 
 
-def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping[str, Any]]) -> Blocks:
+def place(
+    plan: Plan,
+    communicator: Communicator,
+    rows: Mapping[Stretch, Mapping[str, Any]],
+    teacher: TeacherClasses | None = None,
+) -> Blocks:
     """Cut this rank's input blocks of a microbatch out of the sequences it has read, one for each operation that reads
     a data tensor: return data tensor -> operation -> block.
 
     `rows`: range of sequences, from `stretches` -> every data tensor, by name: int64 [sequences, length], weights fp64.
     Blocks are [length, batch], local; equal ones are shared; an operation that only other ranks compute gets an empty
-    block.
+    block. Of the numbers of a `teacher`'s records the block has the records, [length, batch, 2 classes].
     """
 
     def cut_block(name: str, layout: Layout) -> Tensor:
@@ -65,6 +71,8 @@ def place(plan: Plan, communicator: Communicator, rows: Mapping[Stretch, Mapping
         spans = plan.planner.stretches_of_rank("length", sequences.shape[1], layout, communicator.coordinates)
         parts = [sequences[:, first : first + n] for first, n in spans]
         on_host = np.concatenate(parts, 1).T if isinstance(sequences, np.ndarray) else torch.cat(parts, 1).t()
+        if name == TEACHER and teacher:
+            on_host = teacher.read_classes(np.asarray(on_host))
         host_block = torch.as_tensor(on_host).contiguous()
         # from pageable memory the copy would hold the host
         pinned_block = host_block.pin_memory() if communicator.device.type == "cuda" else host_block
@@ -163,7 +171,7 @@ class StagePasses:
 
         stage_plan = self._parts[chunk.number] if chunk else self.stage
         rows = {(i, j): read_sequences(i, j) for i, j in stretches(stage_plan, self.communicator)}
-        return place(stage_plan, self.communicator, rows)
+        return place(stage_plan, self.communicator, rows, self.corpus.teacher)
 
     @torch.no_grad()
     def evaluate_microbatch(

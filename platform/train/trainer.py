@@ -34,6 +34,7 @@ from platform.runtime.expert_rows import update_router_states
 from platform.runtime.parallel_ops import ActivationWatch, ParallelOps, PassPosition, gradient_squares, is_due
 from platform.runtime.pipeline import sum_tied_gradients
 from platform.runtime.progress import PROGRESS
+from platform.runtime.teacher_loss import Distillation
 from platform.train.faults import Fault, arm_fault, flip_bit
 from platform.train.rank_model import build_rank
 from platform.train.rank_parameters import DTYPES, LossScale
@@ -373,9 +374,9 @@ class Trainer:
         return self.weights.use_averages() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
-    def compute_mean_loss(self, split: str, end: int, measure: PairLoss | None = None) -> float:
+    def compute_mean_loss(self, split: str, end: int, measure: PairLoss | Distillation | None = None) -> float:
         """Compute the mean loss per token, or per pair of answers, over the first `end` samples of the data's `split`;
-        equal on every rank. `measure`: function of pairs that takes the loss's place."""
+        equal on every rank. `measure`: loss that is measured instead."""
         passes = self.passes_of_length(self.config.model.length)
         if measure:
             name, losses = training_loss_name(self.config), passes.ops.losses

@@ -26,7 +26,8 @@ from platform.checkpoint.snapshots import RankSnapshots, find_copy_peers
 from platform.config.fields import Config, SentConfig
 from platform.config.identity import find_checkpoint_url
 from platform.data.corpus import open_run_corpus
-from platform.model.losses import pair_measures
+from platform.data.teacher_classes import FILE, encode_records
+from platform.model.losses import loss_measures
 from platform.optimizer.optimizers import preload_imports
 from platform.plan.layout import Mesh
 from platform.plan.plan_data import plan_digest
@@ -57,11 +58,11 @@ class Worker(RecordingWorker):
     CPU.
 
     The driver's calls in a generation are, in order: `prove_environment`, `join_mesh`, `build_trainer`, perhaps
-    `restore_checkpoint`, `recover_state` or `load_initial_weights`, `take_references` and `rehearse_steps`; then
-    `step`, `take_snapshot`, `copy_state`, `write_checkpoint`, `await_checkpoint`, `evaluate_splits`, `measure_pairs`,
-    `continue_texts` and `score_texts`, each on all ranks; then `leave`. The last call of all is `close`. In a large
-    world `lead` on rank 0 and `follow` on the others stand for many a `step`. A step may lie between `begin_profile`
-    and `end_profile`.
+    `restore_checkpoint`, `recover_state` or `load_initial_weights`, `take_references`, `open_teacher` and
+    `rehearse_steps`; then `step`, `take_snapshot`, `copy_state`, `write_checkpoint`, `await_checkpoint`,
+    `evaluate_splits`, `measure_loss`, `continue_texts`, `score_texts` and `rank_classes`, each on all ranks; then
+    `leave`. The last call of all is `close`. In a large world `lead` on rank 0 and `follow` on the others stand for
+    many a `step`. A step may lie between `begin_profile` and `end_profile`.
     """
 
     trainer: Trainer | None = None  # from `build_trainer` to `leave`, as are these
@@ -349,16 +350,28 @@ class Worker(RecordingWorker):
             for split, stream in part.streams.items():
                 stream.references[:] = references[f"{split}/{part.name}"]
 
+    def rank_classes(self, texts: replies.AskedTexts, classes: int, temperature: float) -> str:
+        """Return records of what texts' tokens are followed by, text by text, in base64; "" on other ranks than 0."""
+        with self._use_generator() as generator:
+            ranked = generator.rank_classes(texts, classes, temperature)
+        rows = torch.cat([of_text[: len(ids)] for of_text, ids in zip(ranked, texts.ids, strict=True)]).numpy()
+        return encode_records(rows) if self.rank == 0 else ""
+
+    def open_teacher(self) -> None:
+        """Open the classes of the run's teacher for the labels of this worker's data, in the run's directory."""
+        assert self.trainer and self.trainer.corpus.teacher
+        self.trainer.corpus.teacher.open_file(self.run_dir / FILE)
+
     def evaluate_splits(self, samples: dict[str, int]) -> dict[str, float]:
         """Return the mean loss per token of each data split over its first samples; `samples`: split -> count."""
         assert self.trainer
         with self.trainer.use_evaluation_weights():
             return {split: self.trainer.compute_mean_loss(split, count) for split, count in samples.items()}
 
-    def measure_pairs(self, samples: dict[str, int]) -> dict[str, dict[str, float]]:
-        """Return this worker's mean accuracy and margin on pairs of answers, by split; `samples`: split -> count."""
+    def measure_loss(self, samples: dict[str, int]) -> dict[str, dict[str, float]]:
+        """Return the means of this worker's `loss_measures`, by split; `samples`: split -> count."""
         assert self.trainer
-        measures, mean = pair_measures(self.config), self.trainer.compute_mean_loss
+        measures, mean = loss_measures(self.config), self.trainer.compute_mean_loss
         with self.trainer.use_evaluation_weights():
             return {s: {word: mean(s, n, m) for word, m in measures.items()} for s, n in samples.items()}
 

@@ -281,6 +281,14 @@ tensor=3d tensor.axes.y=2 tensor.axes.z=4 tensor.vectors=diagonal | tensor.vecto
 tensor=3d tensor.vectors=diagonal parallel.data=2 parallel.zero=1 | parallel.zero=1: not built yet beside tensor.vec | 0
 tensor=3d tensor.order=[z,x] | tensor.order=[z,x]: lacks y | [z,x,y]
 train.loss=huber | train.loss=huber: unknown | '', cross_entropy
+train.teacher=runs/large | train.teacher= | train.loss=cross_entropy asks no teacher; nearest legal: train.loss=distill
+train.loss=distill data=synthetic | data.kind=synthetic: has no end, and a teacher | stdlib
+train.loss=distill train.loss_settings.top=99999 | train.loss_settings.top=99999: must be <= model.vocab= | , 0
+train.loss=distill train.loss_settings.weight=0 | train.loss_settings.weight=0.0: must be > 0 and <= 1
+train.loss=distill train.loss_settings.temperature=0 | train.loss_settings.temperature=0.0: must be > 0
+train.loss=distill train.loss_settings.direction=both | train.loss_settings.direction=both: unknown | forward
+train.loss=distill model.kind=encoder | train.loss=distill: data.objective=masked of model.kind=encoder | cross_entropy
+train.loss=distill data=preferences data.path=README.md | train.loss=distill: data.objective=preference | dpo
 train.loss=dpo | train.loss=dpo: data.objective=causal does not go with it | '', cross_entropy
 data=preferences data.path=README.md data.packing=cut | data.packing=cut: data=preferences keeps | best_fit
 data=preferences data.path=README.md data.overlong=split | data.overlong=split: data=preferences keeps | drop

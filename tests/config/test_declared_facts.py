@@ -11,10 +11,12 @@ OPTIMIZER = """lr betas eps nesterov newton_schulz matrix_lr beta2_decay update_
 least_scale groups weight_decay clip early
 moments masters schedule warmup_steps min_lr cycles decay_steps settings schedule_settings"""
 MODEL = "dropout fused_dropout label_smoothing capacity_factor balance_loss balance_rate z_loss router_jitter"
-TRAIN = "global_batch ramp_from ramp_by ramp_samples length_ramp loss loss_settings init init_averaged freeze ema"
+TRAIN = (
+    "global_batch ramp_from ramp_by ramp_samples length_ramp loss loss_settings teacher init init_averaged freeze ema"
+)
 TUNE = "kind rank alpha rslora targets dropout"
 PLANNED = ("tune.", "model.", "tensor.", "branch.", "pipeline.", "parallel.", "train.global_batch", "train.microbatch")
-PATHS = "run.dir data.cache pipeline.file checkpoint.url model.source eval.task_folder"
+PATHS = "run.dir data.cache pipeline.file checkpoint.url model.source eval.task_folder train.teacher"
 SOURCE_PATHS = "data.path data.target_path data.validation_path"
 MARKED = """tensor pipeline pipeline.stages pipeline.chunks parallel.context parallel.experts parallel.zero
 train.microbatch recompute parallel.tensor_experts recompute_every tensor.gathered parallel.data"""
@@ -24,7 +26,7 @@ def test_which_may_change_on_resume():
     free = {
         "optimizer": OPTIMIZER, "model": f"{MODEL} position_rows",
         "data": "kind path target_path sources tokenizer chat_template date settings",
-        "train": "init init_averaged length_ramp loss loss_settings", "tune": "dropout",
+        "train": "init init_averaged length_ramp loss loss_settings teacher", "tune": "dropout",
     }  # fmt: skip
     assert {*FREE} == {f"{group}.{name}" for group, names in free.items() for name in names.split()}
     assert {*FREE_GROUPS} == {*free} and len(FREE) == len({*FREE})

@@ -15,7 +15,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from platform.config.fields import PREFERENCE, WEIGHTED, Branch, Config, Pipeline, training_objective_name
+from platform.config.fields import (
+    PREFERENCE,
+    WEIGHTED,
+    Branch,
+    Config,
+    Pipeline,
+    distill_settings,
+    training_objective_name,
+)
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.special_tokens import SpecialIds
@@ -136,17 +144,22 @@ class Tokens:
     """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
 
     validations: ClassVar = {"": ("validation", 1)}
-    special, vocabulary = SpecialIds(), None
+    special, vocabulary, teacher = SpecialIds(), None, None
 
     def __init__(self, c: Config):
         self.model, self.vocab, self.weighted = c.model, c.model.vocab, training_objective_name(c) in WEIGHTED
         self.paired = training_objective_name(c) == PREFERENCE
+        if settings := distill_settings(c):
+            self.teacher = Teacher(c.model.vocab, settings.top, settings.temperature)
 
     def batch(self, split: str, start: int, end: int) -> dict[str, np.ndarray]:
         draws = (np.random.default_rng([split == "train", i]) for i in range(start, end))
         more = self.pairs if self.paired else self.weights if self.weighted else lambda draw: {}
         samples = [self.sample(draw) | more(draw) for draw in draws]
-        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        tensors = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        if self.teacher:
+            tensors["teacher"] = np.arange(start, end)[:, None] * self.model.length + np.arange(self.model.length)
+        return tensors
 
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
         c = self.model
@@ -189,6 +202,21 @@ class Tokens:
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
+
+
+@dataclass
+class Teacher:
+    """A teacher that says something else of every label."""
+
+    vocab: int
+    classes: int
+    temperature: float
+
+    def read_classes(self, numbers: np.ndarray) -> np.ndarray:
+        logits = [np.random.default_rng([3, n]).normal(size=self.vocab) * 2 for n in np.maximum(numbers, 0).flatten()]
+        logs = torch.tensor(np.stack(logits)).div(self.temperature).log_softmax(1)
+        kept = logs.topk(self.classes, 1)
+        return torch.cat((kept.indices.double(), kept.values), 1).numpy().reshape(*numbers.shape, -1)
 
 
 @dataclass

@@ -268,4 +268,5 @@ tune train.stpes=3
 tune seed=-1
 launch --cfg=job --package=trian
 launch --bogus
+launch +experiment=distill
 """

@@ -37,7 +37,7 @@ from platform.monitor.step_parts import (
 from platform.monitor.timeline import StepForecast
 from platform.plan.generation_passes import batch_rows
 from platform.plan.layout import format_count
-from platform.plan.model_types import PAIR_LOSSES
+from platform.plan.model_types import DISTILL, PAIR_LOSSES
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import REST, fold_into_measured_parts
 from platform.predict.calibration import fit_slowdowns
@@ -204,18 +204,17 @@ class Evaluations:
             self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
             self._monitor.say(f"after step {step}: {text!r}")
         scores = self._score_tasks(crew, plan, step, within)
-        if training_loss_name(self._config) in PAIR_LOSSES:
-            scores = {**(scores or {}), **self._measure_pairs(crew, within)}
+        if training_loss_name(self._config) in (*PAIR_LOSSES, DISTILL):
+            scores = {**(scores or {}), **self._measure_loss(crew, within)}
         return losses, scores
 
-    def _measure_pairs(self, crew: Crew, within: float) -> dict[str, float]:
-        """Return preference/accuracy and preference/margin of the run's model on held-out pairs, means by share."""
+    def _measure_loss(self, crew: Crew, within: float) -> dict[str, float]:
+        """Return the means of the run's `loss_measures` on held-out data, by share."""
         validations, samples = self._corpus.validation_splits, self._count_validation_samples()
-        by_split = crew.call_ranks(Worker.measure_pairs, samples, within=within)[0]
+        by_split = crew.call_ranks(Worker.measure_loss, samples, within=within)[0]
         total = sum(share for _, share in validations.values())
         words = next(iter(by_split.values()), {})
-        means = {w: sum(by_split[s][w] * share for s, share in validations.values()) / total for w in words}
-        return {f"preference/{word}": value for word, value in means.items()}
+        return {w: sum(by_split[s][w] * share for s, share in validations.values()) / total for w in words}
 
     def _count_validation_samples(self) -> dict[str, int]:
         """Return how many samples of each held-out split an evaluation of the run reads."""

@@ -15,6 +15,7 @@ from platform.cluster.control import examination
 from platform.cluster.control.recruiter import Recruiter, arrange_seats, find_rank_tiers, member_paths
 from platform.cluster.control.references import PairReferences
 from platform.cluster.control.run_context import Generation, RunContext
+from platform.cluster.control.teacher import RunTeacher
 from platform.cluster.crew.crew import ByRank, Crew, Worker
 from platform.cluster.crew.failures import GaveUp, Member, Reform
 from platform.cluster.crew.job import Job
@@ -79,6 +80,7 @@ class GenerationFormer:
         self._journal, self._monitor, self._checkpoints = run.journal, run.monitor, run.checkpoints
         self._corpus = str(run.corpus.entry or "")
         self.recruiter, self.ledger, self._references = Recruiter(run), SnapshotLedger(), PairReferences(run)
+        self._teacher = RunTeacher(run)
         self._proven: set[int] = set()
         self._formed = self._tried = False  # a mesh was formed; a restore from storage was tried
         self._shown = run.plan  # the plan that the user has seen
@@ -109,6 +111,7 @@ class GenerationFormer:
         job = replace(self._job, coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(size)])
         crew.assign_ranks(job, seats)
         self._check_environments(crew, seats)
+        self._teacher.ask_workers(crew, job, seats, replanned.config, number)
         stage_of = list(schedule.placement)
         seating = size, replanned.config, crew.store, number, stage_of, new_digest
         workers = crew.call_ranks(Worker.join_mesh, ByRank(range(size)), *seating)
@@ -126,12 +129,11 @@ class GenerationFormer:
         step = self._recover_state(crew, source) if source else self._restore_state(crew, build, initializes=not init)
         if init and not step:
             self._load_initial_weights(crew)
-        self._references.hand_over(crew, plan, step)
+        self._hand_over_labels(crew, plan, step)
         self._formed = True
         uncompiled = built[0].uncompiled or self._rehearse_step(crew, job, step + 1)
         compiled = self._say_what_compiles(plan, schedule, job.device, uncompiled)
-        held = built[0].parameters
-        self._journal.write(events.Running(step=step + 1, parameters_per_worker=held, **compiled))
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0].parameters, **compiled))
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.rank_name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
@@ -143,6 +145,11 @@ class GenerationFormer:
         if source or (step and self._config.elastic.snapshot_interval):
             self.ledger.record_snapshot(generation, step)
         return generation
+
+    def _hand_over_labels(self, crew: Crew, plan: Plan, step: int) -> None:
+        """Give a generation of workers what other models say of the labels: a reference, or a teacher."""
+        self._references.hand_over(crew, plan, step)
+        self._teacher.hand_over(crew)
 
     def _assign_seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], MemorySource | None]:
         """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;

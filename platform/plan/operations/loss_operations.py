@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS, PAIRED, REFERENCES
+from platform.plan.model_types import CROSS_ENTROPY, LABEL_WEIGHTS, PAIRED, REFERENCES, TEACHER
 from platform.plan.operation_plan import (
     ANSWER_SUMS,
     Collective,
     PlannedOperation,
     answer_slots,
     computes_gradients_in_forward,
+    count_classes,
     is_paired,
     loss_chunk_rows,
 )
@@ -35,6 +36,8 @@ class CrossEntropyOp(Op):
         attributes |= {"cap": cap} if cap else {}
         if ops.loss.paired:
             reads, attributes = [*reads, PAIRED, REFERENCES], {**attributes, "paired": True}
+        if ops.loss.classes:
+            reads, attributes = [*reads, TEACHER], {**attributes, "classes": ops.loss.classes}
         return ops.record_operation(self.kind, name, [logits], [spec], [], reads, smoothing=smoothing, **attributes)
 
     def plan_operation(self, planner, operation) -> PlannedOperation:
@@ -44,13 +47,17 @@ class CrossEntropyOp(Op):
         layout, shape = planner.layout(spec), planner.local_shape(spec)
         over = layout["vocab"]
         rows = prod(shape) // shape[spec.dims.index("vocab")]
-        needs_logit_sums = operation["loss"] != CROSS_ENTROPY and not is_paired(operation)
+        classes = count_classes(operation)
+        needs_logit_sums = operation["loss"] != CROSS_ENTROPY and not is_paired(operation) and not classes
         sums = 3 if operation["smoothing"] or needs_logit_sums else 2
         cuts = planner.cuts_among_dims(spec, layout, [d for d in spec.dims if d != "vocab"])
         statistics = [
             *planner.statistics_collectives(over, layout.only, rows, "forward", cuts=cuts),
             *planner.statistics_collectives(over, layout.only, sums * rows, "forward", cuts=cuts),
         ]
+        if classes:  # of logits at the temperature: the maximum, then the sum and the logit of each class
+            for numbers in (rows, (1 + classes) * rows):
+                statistics += planner.statistics_collectives(over, layout.only, numbers, "forward", cuts=cuts)
         if is_paired(operation):
             sequences, apart = rows // shape[spec.dims.index("length")], ["batch"]
             answers = ANSWER_SUMS * sequences * answer_slots(planner.tensor_sizes(spec)["length"])
@@ -75,14 +82,17 @@ class CrossEntropyOp(Op):
             return ops.plain(loss, [logits])
         *rows, columns = ops.plan.local_shape(spec)
         gradient = ops.new(logits.elements)
-        meter_loss_statistics(ops, prod(rows), columns)
+        meter_loss_statistics(ops, prod(rows), columns, count_classes(ops.operation_plan(self.kind, name).operation))
         return ops.plain(loss, [logits], (gradient,))
 
 
-def meter_loss_statistics(ops, rows: int, columns: int) -> None:
+def meter_loss_statistics(ops, rows: int, columns: int, classes: int) -> None:
     """Count the memory that the loss of one chunk of tokens takes for the logarithms of its probabilities, and before,
-    if the compute type is another, for the logits in the type of statistics."""
-    elements = loss_chunk_rows(rows, columns) * columns
+    if the compute type is another, for the logits in the type of statistics; for the numbers of both models that
+    a teacher's `classes` take in all `rows`, and for a gradient of a chunk."""
+    elements, of_teacher = loss_chunk_rows(rows, columns) * columns, rows * classes
+    kept = ops.integers(of_teacher), ops.integers(of_teacher, 1), ops.new(5 * of_teacher, ops.wide)  # noqa: F841
+    more = ops.new(elements * bool(classes), ops.wide)  # noqa: F841
     wide = ops.widened(None, elements)  # noqa: F841  (until the logarithms are allocated)
     ops.new(elements, ops.wide)
 
@@ -131,11 +141,12 @@ class LinearCrossEntropyOp(Op):
         wide = ops.wide == ops.plan.itemsize["compute"]
         at_once = computes_gradients_in_forward(planned_product, planned_loss, n, columns, width, wide)
         if not (x.elements and ops.deferred is None and at_once):
-            return _meter_kept_logits(ops, planned_product, x, weight, bias_values, spec)
+            classes = count_classes(planned_loss.operation)
+            return _meter_kept_logits(ops, planned_product, x, weight, bias_values, spec, classes)
         columns_gradient = ops.new(weight.elements * ops.takes_gradient(weight), ops.wide)
         gradients = ops.new(x.elements), columns_gradient, *(ops.new(v.elements) for v in bias_values)
         chunk = ops.new(loss_chunk_rows(n, columns) * columns)
-        meter_loss_statistics(ops, n, columns)
+        meter_loss_statistics(ops, n, columns, count_classes(planned_loss.operation))
         del chunk
         loss, key = ops.tensor(1), weight.key
 
@@ -148,13 +159,15 @@ class LinearCrossEntropyOp(Op):
         return loss
 
 
-def _meter_kept_logits(ops, product: PlannedOperation, x: Value, weight: Value, biases: Sequence[Value], spec) -> Value:
+def _meter_kept_logits(
+    ops, product: PlannedOperation, x: Value, weight: Value, biases: Sequence[Value], spec, classes: int
+) -> Value:
     """Count the memory of a loss that keeps its logits, whose gradient takes their place; `biases`: their bias, if
-    there is one."""
+    there is one; `classes` of a teacher."""
     (logits,) = meter_converted_group(ops, product, 0, x, [weight], (), ops.deferred, scaled=True)
     if logits.elements:
         *rows, columns = ops.plan.local_shape(spec)
-        meter_loss_statistics(ops, prod(rows), columns)
+        meter_loss_statistics(ops, prod(rows), columns, classes)
     loss, sizes = ops.tensor(1), [v.elements for v in biases]
     ops.note_operation([loss], [logits, *biases], (logits.storage,), lambda _, saved: [*saved, *map(ops.new, sizes)])
     return loss
