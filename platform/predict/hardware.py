@@ -70,8 +70,9 @@ class Hardware:
     half of its speed, for the time to fill and drain its pipelines. `interference`: share of a hidden collective's time
     by which it slows what hides it, as it takes processors and memory (0.12 on A100 by Galvatron, 0.6 to 1 by the steps
     of FSDP in llm-foundry's tables). `adapters`: most adapters of a node that one group uses at once. `tile`: longer
-    edge of the largest tile in which products are computed. `ahead`: True if the host launches kernels while the device
-    computes, and memory is read while it multiplies; a CPU does one after the other.
+    edge of the largest tile in which products are computed. `host`: bytes/s per direction between a device and the
+    memory of its host, PCIe 4.0's where a file does not say. `ahead`: True if the host launches kernels while the
+    device computes, and memory is read while it multiplies; a CPU does one after the other.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Hardware:
     interference: float = 0.4
     adapters: float = 64.0
     tile: float = 256.0
+    host: float = 32e9
     ahead: bool = True
 
     def peak_flops(self, precision: str) -> float:
@@ -227,6 +229,7 @@ def parse_hardware(name: str, data: Mapping[str, Any]) -> Hardware:
         interference=reader.read_number("interference", Hardware.interference),
         adapters=reader.read_number("adapters", Hardware.adapters),
         tile=reader.read_number("tile", Hardware.tile),
+        host=reader.read_number("host", Hardware.host),
         ahead=reader.read_flag("ahead", Hardware.ahead),
         reached=reached,
         **tier_links,

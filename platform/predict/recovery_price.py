@@ -33,26 +33,28 @@ NODE = 8  # workers of a node, as long as nobody says otherwise
 USED = 0.5  # of a GPU's peak speed, at most: no step is estimated too long
 HOUR = 3600.0
 WORKER_HOURS = 50_000.0  # between failures of one worker: 419 in 54 days of 16,384 GPUs (Llama 3, 2024, table 5)
-HOST_LINK = 25e9  # bytes/s from a GPU to host memory: PCIe 4.0
+HOST_REACHED = 25 / 32  # of the bytes/s of a GPU's link to host memory: copies over PCIe 4.0 reach 25 GB/s
 
 
 class SnapshotPrice(NamedTuple):
     """Price of one snapshot in memory: `bytes` that leave the node which sends most, the `seconds` that takes at
     cluster.network, and seconds of the training `step` beside it, at least, None where the GPU's speed is not known;
-    `cost`: seconds by which it makes a step longer; `usual`: seconds of a step, 0 where unknown; `mean`: seconds
-    between failures, 0 where unknown."""
+    `copy`: seconds in which a GPU's state reaches host memory beside a step; `cost`: seconds by which it makes a step
+    longer; `usual`: seconds of a step, 0 where unknown; `mean`: seconds between failures, 0 where unknown."""
 
     bytes: int
     seconds: float
     step: float | None
+    copy: float = 0.0
     cost: float = 0.0
     usual: float = 0.0
     mean: float = 0.0
 
     @property
     def interval_steps(self) -> int:
-        """Return the steps to plan between snapshots: as few as a transfer has time for, or as failures make best."""
-        fewest = ceil(self.seconds / self.step) if self.step else 1
+        """Return the steps to plan between snapshots: as few as a copy to the host and a transfer, which go on
+        together, have time for, or as failures make best."""
+        fewest = ceil(max(self.seconds, self.copy) / self.step) if self.step else 1
         return max(1, fewest, int(best_interval(self.cost, self.mean) / self.usual) if self.usual else 1)
 
 
@@ -138,14 +140,17 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
     peak = dense_bf16_peak(config.cluster.gpu) if device_kind(config) == "cuda" else None
     least = peak and plan.flops_per_token * plan.tokens_per_step / (plan.mesh.world_size * peak * USED)
     sent, mean = count * 8 / (config.cluster.network * 1e9), config.elastic.mean_hours_between_failures * HOUR
-    if not (known and known.hardware and mean):
+    if not known:
         return SnapshotPrice(count, sent, least)
     places = ({**plan.mesh.rank_coordinates(0), "stage": stage} for stage in range(plan.num_stages))
     masters = max(plan.stage_part(at["stage"]).count_masters_of_rank(at) for at in places)
-    held = masters * (1 + count_stored_numbers(config)) * plan.itemsize["master"]
-    copied, usual = _copy_seconds(held, known), known.own.step or step_price(config, plan, known.hardware).seconds
-    longer = copied + sent if known.device == "cpu" else known.hardware.interference * copied  # a GPU goes on beside it
-    return SnapshotPrice(count, sent, least, known.own.snapshot or longer, usual, mean)
+    copied = _copy_seconds(masters * (1 + count_stored_numbers(config)) * plan.itemsize["master"], known)
+    beside = 0.0 if known.device == "cpu" else copied  # a GPU goes on beside it
+    if not (known.hardware and mean):
+        return SnapshotPrice(count, sent, least, beside)
+    usual = known.own.step or step_price(config, plan, known.hardware).seconds
+    longer = copied + sent if known.device == "cpu" else known.hardware.interference * copied
+    return SnapshotPrice(count, sent, least, beside, known.own.snapshot or longer, usual, mean)
 
 
 def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPrice:
@@ -169,8 +174,9 @@ def checkpoint_price(config: Config, plan: Plan, known: Known) -> CheckpointPric
 
 def _copy_seconds(count: float, known: Known) -> float:
     """Return the seconds in which a worker copies so many bytes of its state to host memory."""
-    on_host = known.hardware and known.device == "cpu"
-    return bytes_seconds(2 * count, known.hardware) if known.hardware and on_host else count / HOST_LINK
+    if known.hardware and known.device == "cpu":
+        return bytes_seconds(2 * count, known.hardware)
+    return count / ((known.hardware.host if known.hardware else Hardware.host) * HOST_REACHED)
 
 
 def count_bytes_leaving_node(config: Config, plan: Plan, per_node: int) -> int:
@@ -233,7 +239,8 @@ def _reason_of_snapshots(price: SnapshotPrice, costs: MeasuredCosts) -> str:
         steps = f", steps of {format_seconds(price.usual)}"
         return f"one makes its step longer by {_format_interval(price.cost, price.mean, bool(costs.snapshot))}{steps}"
     if price.interval_steps > 1:
-        return f"one takes {format_seconds(price.seconds)} to reach other nodes, a step at least {price.step:.3g} s"
+        seconds, where = max((price.seconds, "other nodes"), (price.copy, "host memory"))
+        return f"one takes {format_seconds(seconds)} to reach {where}, a step at least {price.step:.3g} s"
     return "there is time for one in every step"
 
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from math import ceil
 
 import pytest
 import torch
@@ -104,6 +105,21 @@ def test_an_interval_is_the_least_that_there_is_time_for(changes, leaving, inter
     c.elastic.snapshot_every = 5
     assert settle_intervals(c, plan, 8, UNKNOWN) == []
     assert c.elastic.snapshot_interval == 5, "who says how often is obeyed"
+
+
+@pytest.mark.parametrize(("gpu", "hardware"), [("A100-80GB", "a100_80g"), ("H200", "h200")])
+def test_a_gpu_whose_step_is_shorter_than_the_copy_to_its_host_takes_fewer(gpu, hardware):
+    """12 bytes a parameter over its link, of which the hardware's file says how fast it is."""
+    one = ["+experiment=one_gpu", "cluster.device=cuda", f"cluster.gpu={gpu}", "elastic.snapshot_every=auto"]
+    c = compose_config([*one, "train.microbatch=8", "train.global_batch=8"])
+    plan, known = make_plan(c), Known("cuda", read_hardware(hardware))
+    price = snapshot_price(c, plan, 1, known)
+    assert price.copy == pytest.approx(12 * plan.parameter_count / (25 / 32 * known.hardware.host), rel=0.01)
+    assert 1 < price.interval_steps == ceil(price.copy / price.step)
+    [line] = settle_intervals(c, plan, 1, known)
+    assert line.startswith(f"elastic.snapshot_every={price.interval_steps}: one takes ") and "reach host memory" in line
+    fast = snapshot_price(c, plan, 1, Known("cuda", replace(known.hardware, host=1e15)))
+    assert fast.interval_steps == 1 and snapshot_price(c, plan, 1, Known("cpu", known.hardware)).copy == 0
 
 
 def test_a_run_settles_it_and_a_plan_shows_it(capsys):
