@@ -19,13 +19,12 @@ OUTSIDE = ("stage", "data", "zero")  # mesh axes whose collectives lie between b
 
 class _Block(NamedTuple):
     """Block of a plan, by its planned `operations`, as it runs on a kind of `device` (cpu, cuda). `dropout`: the
-    model's rate; `splits`: weight gradients are left for later passes."""
+    model's rate."""
 
     plan: Plan
     operations: Sequence[PlannedOperation]
     device: str
     dropout: float
-    splits: bool
 
     @property
     def drawing_kernels(self) -> int:
@@ -54,7 +53,6 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
     ),
     ("recompute=selective runs its attention again", lambda b: b.plan.recompute.kind == "selective"),
     ("train.mlp_chunks computes its rows in parts", lambda b: b.plan.mlp_chunks > 1),
-    ("the schedule takes its weight gradients apart", lambda b: b.splits),
     (
         "its experts' rows, or its attention's pairs, are counted in each pass",
         lambda b: not all(OPERATIONS[o.operation.kind].is_traceable for o in b.operations) or b.attends_pair_by_pair(),
@@ -63,16 +61,14 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
 )
 
 
-def reasons_against_whole_blocks(
-    plan: Plan, device: str, dropout: float, *, splits_weight_gradients: bool
-) -> dict[str, str]:
+def reasons_against_whole_blocks(plan: Plan, device: str, dropout: float) -> dict[str, str]:
     """Return, by the name of each block of a plan (of several that are recomputed together, the first), why a rank that
     compiles does not run it as one function in training, as a predicate; "" if it does. `dropout`: the model's rate."""
     reasons = {}
     for chunk in plan.chunks:
         for name, keys in chunk.blocks:
             planned = [chunk.operations[key] for key in keys if key in chunk.operations]
-            block = _Block(plan, planned, device, dropout, splits_weight_gradients)
+            block = _Block(plan, planned, device, dropout)
             reasons[name] = next((reason for reason, holds in _REASONS if holds(block)), "")
     return reasons
 

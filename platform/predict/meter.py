@@ -72,12 +72,9 @@ class MemoryMeter(Ops):
         self.plan, self.dropout_rate, self.recompute, self.at = plan, dropout, plan.recompute, at
         self.device, self.adapters = device, plan.adapters
         self.compiles_functions, self.wholly = bool(compiles), False
-        self._reasons_against_whole: Sequence[Mapping[str, str]] = [
-            reasons_against_whole_blocks(plan, device, dropout, splits_weight_gradients=splits)
-            if compiles == "blocks"
-            else {}
-            for splits in (False, True)
-        ]
+        self._reasons_against_whole: Mapping[str, str] = (
+            reasons_against_whole_blocks(plan, device, dropout) if compiles == "blocks" else {}
+        )
         self.ledger, self.tape = Ledger(), MeterTape()
         self.leaves = LeafGradients()
         self.deferred: list[Callable[[], None]] | None = None
@@ -369,7 +366,7 @@ class MemoryMeter(Ops):
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""
-        if kind == "full" and self._reasons_against_whole[self.deferred is not None].get(name) == "":
+        if kind == "full" and self._reasons_against_whole.get(name) == "":
             function = partial(self._count_compiled_block, function)
         if kind == "full":
             outputs = self._count_recomputed(kind, function, spec, self._enter_span(x), *more)
@@ -379,28 +376,36 @@ class MemoryMeter(Ops):
         return self._count_recomputed(kind, function, spec, x, *more)
 
     def _count_compiled_block(self, function: Callable[..., Value], *arguments: Value | None) -> Value:
-        """Count the memory of a block, `function`, that is compiled as one function, forward and backward: what it
-        keeps is there until its backward pass ends, and so are all gradients that this makes."""
-        present, outside = [x for x in arguments if x], (self.tape, self.grad)
+        """Count the memory of a block, `function`, that is compiled as one function, forward and backward: saved
+        tensors are there until its backward pass ends, and so are all gradients. A third function makes the gradients
+        of weights that a schedule defers."""
+        present, outside, left = [x for x in arguments if x], (self.tape, self.grad, self.deferred), self.deferred
+        of_weights = list[Callable[[], None]]()
+        self.deferred = None if left is None else of_weights
         self.tape, self.grad, self.wholly = MeterTape(), True, True
         out, tape = function(*arguments), self.tape
-        (self.tape, self.grad), self.wholly = outside, False
+        (self.tape, self.grad, self.deferred), self.wholly = outside, False
 
         def backward(gs: Gradients, _: Saved) -> Gradients:
             """Count the memory of the block's backward pass; return the gradients of its arguments."""
             (gradient,) = gs
-            gradients, leaves = {out.key: gradient} if gradient else {}, self.leaves
-            self.leaves = block_gradients = _BlockGradients()
-            self.wholly = True
-            tape.run_backward(gradients, block_gradients)
-            self.leaves, self.wholly = leaves, False
-            for name, computed in block_gradients.computed:
-                if not leaves.adds_in_place(name):
-                    leaves.setdefault(name, computed)
+            gradients = {out.key: gradient} if gradient else {}
+            self._count_block_gradients(partial(tape.run_backward, gradients))
+            if left is not None:
+                left.append(partial(self._count_block_gradients, partial(_count_weight_gradients, of_weights)))
             return [gradients.get(x.key) for x in present]
 
         self.note_operation([out], present, tuple(tape.distinct_saved_storages()), backward)
         return out
+
+    def _count_block_gradients(self, compute: Callable[[LeafGradients], None]) -> None:
+        """Count the gradients of parameters that a compiled function computes, added to sums once all are there."""
+        leaves, self.leaves, self.wholly = self.leaves, _BlockGradients(), True
+        compute(self.leaves)
+        block_gradients, self.leaves, self.wholly = self.leaves, leaves, False
+        for name, computed in block_gradients.computed:
+            if not leaves.adds_in_place(name):
+                leaves.setdefault(name, computed)
 
     def _count_recomputed(self, kind, function, spec, x, *more):
         """Count the memory of function(x, *more), run again in the backward pass if this `kind` is recomputed."""
@@ -447,6 +452,12 @@ class MemoryMeter(Ops):
         self.left[elements * self.plan.itemsize["compute"]] += 1
         self._last = OffloadedActivation(lambda: self.new(elements), self._last)
         return self._last
+
+
+def _count_weight_gradients(deferred: list[Callable[[], None]], _: LeafGradients) -> None:
+    """Count the gradients of weights that a compiled block's backward pass has left for later."""
+    while deferred:
+        deferred.pop(0)()
 
 
 class _BlockGradients(LeafGradients):

@@ -22,7 +22,6 @@ from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number, format_seconds, head_lines
 from platform.plan.step_collectives import may_compile
 from platform.plan.whole_blocks import describe_blocks, reasons_against_whole_blocks
-from platform.predict.choose_schedule import build_schedule
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind, predict_footprints
 from platform.predict.plan_report import (
@@ -36,7 +35,6 @@ from platform.predict.plan_report import (
 from platform.predict.price import StepPrice
 from platform.predict.recovery_price import Known, MeasuredCosts, checkpoint_price, failure_price, snapshot_price
 from platform.predict.step_price import find_gpu_hardware, read_chosen_hardware, step_price
-from platform.predict.work import EVEN
 
 LINES = 40  # of a screen
 MOST_BLOCKS = 3  # lines on compiled blocks
@@ -302,11 +300,10 @@ def explain_config(
 
 def _find_compiled_blocks(config: Config, plan: Plan) -> dict[str, str]:
     """Return what `reasons_against_whole_blocks` says of the blocks of a configuration's plan; {} if none compiles."""
-    device, kind = device_kind(config), config.pipeline.kind
+    device = device_kind(config)
     if not may_compile(config.train.compile, device):
         return {}
-    splits = kind not in EVEN and build_schedule(config, plan.num_replicas).splits_weight_gradients
-    return reasons_against_whole_blocks(plan, device, config.model.dropout, splits_weight_gradients=splits)
+    return reasons_against_whole_blocks(plan, device, config.model.dropout)
 
 
 def _find_stated_device(config: Config, hardware: Hardware | None) -> dict[str, Any] | None:

@@ -200,9 +200,9 @@ class WorkRecorder(Recorder):
         super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.system, self.redone, self._known = execution.system, execution.redone, known
-        splits = execution.table is not None and execution.table.splits_weight_gradients
+        self._splits = execution.table is not None and execution.table.splits_weight_gradients
         how = plan, "cuda", execution.dropout
-        self._reasons = reasons_against_whole_blocks(*how, splits_weight_gradients=splits) if execution.compiles else {}
+        self._reasons = reasons_against_whole_blocks(*how) if execution.compiles else {}
         self._at = plan.mesh.rank_coordinates(0)  # the busiest rank of its stage: others have fewer branches
         self._whole, self._whole_count = False, 0  # whether the block under way is compiled as one function; how many
 
@@ -260,7 +260,7 @@ class WorkRecorder(Recorder):
     def count_block_calls(self) -> None:
         """Count the calls of the blocks of a chunk, if each is compiled as one function."""
         each = CALLS_OF_BLOCK * self._whole_count
-        self.work.calls.update(forward=each, backward=each * (2 if self.recompute.kind == "full" else 1))
+        self.work.calls.update(forward=each, backward=each * (1 + (self.recompute.kind == "full") + self._splits))
 
     def _note_elementwise(self, spec: Spec, accesses: Sequence[float], redone: bool = False) -> None:
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""

@@ -1,16 +1,18 @@
 """Blocks of a model in which no collective lies, each compiled as two functions, its forward and its backward pass:
-they are traced once, and torch.compile makes each of few kernels, with no graph of autograd between them."""
+they are traced once, and torch.compile makes each of few kernels, with no graph of autograd between them. A schedule
+that takes weight gradients apart gets the backward pass as two functions."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib import import_module
 from itertools import chain, repeat
 from operator import is_not
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from platform.runtime.compilation import TracedFunction
+from platform.runtime.einsum import Deferred
 from platform.runtime.flat_buffers import FlatBucket, add_gradients_together, find_bucket_of_copies
 from platform.runtime.residual import Region
 
@@ -25,6 +28,10 @@ from platform.runtime.residual import Region
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
 
 Home = tuple[FlatBucket, tuple[str, ...]]  # bucket of compute copies, and the parameters that these are
+# (bucket, names of parameters that lie one after another in it, indices of their gradients among a block's tensors in
+# the same order, number of elements of each)
+Destination = tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
 _is_tensor = partial(is_not, None)  # of an argument; called in C, as all that each block and microbatch costs the host
 
 
@@ -33,11 +40,29 @@ class BlockFunctions:
     """A block's functions, to be compiled, of its arguments and of the tensors that it reads beside them (primals).
     `forward(*primals)`: its activation, and the intermediate results that the backward pass needs, which cost no
     further reads or writes. `backward(*primals[kept], *results, gradient)`: the gradients of all primals, None for one
-    without. `kept`: indices of the primals that the backward pass needs."""
+    without. `kept`: indices of the primals that the backward pass needs; `count`: number of the arguments."""
 
     forward: TracedFunction
     backward: TracedFunction
     kept: Sequence[int]
+    count: int
+
+    @cached_property
+    def apart(self) -> BackwardParts | None:
+        """Return the block's backward pass with products of weight gradients apart; None if there are none."""
+        return _take_weight_gradients_apart(self.backward.graph, self.count)
+
+
+class BackwardParts(NamedTuple):
+    """Backward pass of a block in two functions. `inputs(*arguments)`, of the arguments of the whole one, returns its
+    gradients at the indices `early`, which need no product for themselves alone, and then tensors that `weights` needs
+    beside the arguments `kept`; `weights(*arguments[kept], *tensors)` returns the gradients at `late`."""
+
+    inputs: TracedFunction
+    weights: TracedFunction
+    kept: Sequence[int]
+    early: Sequence[int]
+    late: Sequence[int]
 
 
 @dataclass
@@ -50,19 +75,18 @@ class CompiledBlock:
     tensors: Sequence[Tensor]
     homes: Sequence[Home | None]
     reads: Sequence[tuple] = ()
+    _destinations: dict[tuple[int, ...], Sequence[Destination]] = field(default_factory=dict)
 
-    def __call__(self, region: Region, *arguments: Tensor | None) -> Tensor:
-        """Return the block's output activation; its backward pass adds parameter gradients to their buckets."""
+    def __call__(self, region: Region, deferred: Deferred | None, *arguments: Tensor | None) -> Tensor:
+        """Return the block's output activation; gradients of its weights are left to `deferred` if that is a list."""
         if torch.is_grad_enabled():
-            return _Block.apply(self, region, *arguments)
+            return _Block.apply(self, region, deferred, *arguments)
         return region(self.functions.forward)(*filter(_is_tensor, arguments), *self.tensors)[0]
 
-    @cached_property
-    def _gradient_destinations(self) -> Sequence[tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]]:
-        """Return where the gradients of a compiled block's parameters are added, in as few pieces of memory as
-        possible. Each is (flat bucket, names of parameters that lie one after another in it, indices of their gradients
-        among the block's tensors in the same order, number of elements of each)."""
-        homes = {i: home for i, home in enumerate(self.homes) if _takes_gradient(home)}
+    def _find_destinations(self, of: Sequence[int]) -> Sequence[Destination]:
+        """Return where the gradients of the compiled block's tensors at `of` are added, in as few pieces of memory
+        as possible."""
+        homes = {i: home for i in of if _takes_gradient(home := self.homes[i])}
         order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.parameter_ranges[homes[i][1][0]]))
         runs: list[tuple[FlatBucket, tuple[str, ...], list[int]]] = []
         for i in order:
@@ -74,13 +98,15 @@ class CompiledBlock:
                 runs.append((bucket, names, [i]))
         return [(*run, [self.tensors[i].numel() for i in run[2]]) for run in runs]
 
-    def add_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Add a compiled block's parameter gradients, one per tensor in `tensors`, to their buckets' sums."""
-        for bucket, names, indices, sizes in self._gradient_destinations:
+    def add_gradients(self, gradients: Mapping[int, Tensor]) -> None:
+        """Add gradients of a compiled block's parameters, by their indices in `tensors`, to their buckets' sums."""
+        if (indices := tuple(gradients)) not in self._destinations:
+            self._destinations[indices] = self._find_destinations(indices)
+        for bucket, names, members, sizes in self._destinations[indices]:
             memory, new = bucket.gradient_memory(*names)
             places = memory.split(sizes) if len(sizes) > 1 else (memory,)
-            add_gradients_together([*zip(places, repeat(new))], [*map(gradients.__getitem__, indices)])
-        for bucket, names, _, _ in self._gradient_destinations:
+            add_gradients_together([*zip(places, repeat(new))], [*map(gradients.__getitem__, members)])
+        for bucket, names, _, _ in self._destinations[indices]:
             bucket.note_added_gradients(*names)
 
 
@@ -88,27 +114,45 @@ class _Block(torch.autograd.Function):
     """Autograd function of a `CompiledBlock`."""
 
     @staticmethod
-    def forward(ctx, block: CompiledBlock, region: Region, *arguments: Tensor | None):
+    def forward(ctx, block: CompiledBlock, region: Region, deferred: Deferred | None, *arguments: Tensor | None):
         """Compute a compiled block's output activation; save the tensors that its backward pass needs."""
         primals = (*filter(_is_tensor, arguments), *block.tensors)
         out, *results = region(block.functions.forward)(*primals)
         ctx.saved = [*map(primals.__getitem__, block.functions.kept), *results]
-        ctx.block, ctx.region, ctx.given = block, region, [*map(_is_tensor, arguments)]
+        ctx.block, ctx.region, ctx.deferred, ctx.given = block, region, deferred, [*map(_is_tensor, arguments)]
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         """Compute the gradients of a compiled block: return its arguments', and add its parameters' to their buckets'
-        sums."""
-        saved = ctx.saved
+        sums, or leave them for later (zero bubble)."""
+        saved, block, count = (*ctx.saved, gradient), ctx.block, sum(ctx.given)
         del ctx.saved
-        gradients = ctx.region(ctx.block.functions.backward)(*saved, gradient)
-        ctx.block.add_gradients(gradients[sum(ctx.given) :])
-        left, out = iter(gradients), list[Tensor | None]()
+        apart = None if ctx.deferred is None else block.functions.apart
+        if apart is None:
+            gradients = ctx.region(block.functions.backward)(*saved)
+            early: Mapping[int, Tensor] = dict(enumerate(gradients))
+        else:
+            results = ctx.region(apart.inputs)(*saved)
+            early = dict(zip(apart.early, results, strict=False))
+            # what is deferred would keep the graph behind an argument
+            needed = [*(saved[i].detach() for i in apart.kept), *results[len(early) :]]
+            ctx.deferred.append(partial(_add_weight_gradients, block, ctx.region, apart, needed, count))
+        block.add_gradients({i - count: g for i, g in early.items() if i >= count and g is not None})
+        left, out = iter(range(count)), list[Tensor | None]()
         for is_present in ctx.given:
-            out.append(next(left) if is_present else None)
-        return None, None, *out
+            out.append(early.get(next(left)) if is_present else None)
+        return None, None, None, *out
+
+
+@torch.no_grad()
+def _add_weight_gradients(
+    block: CompiledBlock, region: Region, apart: BackwardParts, needed: Sequence[Tensor], count: int
+) -> None:
+    """Add the gradients of a block's weights, which lie behind `count` arguments, to their buckets' sums."""
+    gradients = region(apart.weights)(*needed)
+    block.add_gradients({i - count: g for i, g in zip(apart.late, gradients, strict=True)})
 
 
 def _takes_gradient(home: Home | None) -> TypeGuard[Home]:
@@ -120,11 +164,12 @@ def compile_block(
     function: Callable[..., Tensor],
     arguments: Sequence[Tensor | None],
     list_tensors_beside: Callable[[], Mapping[int, tuple | None]],
+    splits: bool = False,
 ) -> CompiledBlock | None:
     """Trace a block of the model, `function` of activations without collectives, on `arguments` (tensors or None), into
     a compiled forward and backward pass for arguments of these shapes. `list_tensors_beside` gives by id the key of a
-    tensor that differs between passes (a mask of documents), None if all passes share it (rotary angles). Returns None
-    if the block reads another tensor that is no parameter."""
+    tensor that differs between passes (a mask of documents), None if all passes share it (rotary angles). `splits`: its
+    weight gradients will be computed apart. Returns None if the block reads another tensor that is no parameter."""
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
     def run_present(*activations: Tensor) -> Tensor:
@@ -150,7 +195,10 @@ def compile_block(
     leaves = [t.detach() for t in tensors]
     pairs = zip(tensors, homes, strict=True)
     primals = [*activations, *(t.detach().requires_grad_(_takes_gradient(home)) for t, home in pairs)]
-    functions = _split_graph(graph.code, tuple(x.requires_grad for x in primals), _TracedGraph(graph, primals))
+    traced = _TracedGraph(graph, primals)
+    functions = _split_graph(graph.code, tuple(x.requires_grad for x in primals), len(activations), traced)
+    if splits:
+        _ = functions.apart  # made here, where a failure leaves the block uncompiled
     return CompiledBlock(functions, leaves[len(reads) :], homes[len(reads) :], reads)
 
 
@@ -175,10 +223,10 @@ class _TracedGraph:
 
 
 @cache
-def _split_graph(code: str, trained: Sequence[bool], traced: _TracedGraph) -> BlockFunctions:
+def _split_graph(code: str, trained: Sequence[bool], count: int, traced: _TracedGraph) -> BlockFunctions:
     """Split the traced forward pass of a model's block into its forward and backward function by torch's AOT autograd.
-    Cached by the graph's `code` and by which primals take a gradient (`trained`): blocks that are equal in both, as the
-    layers of a stack are, share one pair of functions."""
+    Cached by the graph's `code`, by which primals take a gradient (`trained`), and by how many are the block's
+    arguments (`count`): blocks that are equal in these, as the layers of a stack are, share one pair of functions."""
     graphs: dict[str, GraphModule] = {}
     graph, primals = traced.take_graph()
     aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
@@ -203,19 +251,61 @@ def _split_graph(code: str, trained: Sequence[bool], traced: _TracedGraph) -> Bl
             decompositions=inductor.select_decomp_table(),
         )(*primals)
         torch.autograd.grad(out, [x for x in primals if x.requires_grad], out.detach())
-    kept = _keep_primals(**graphs)
+    kept = _keep_primals(graphs["forward"], graphs["backward"])
     _keep_vector_gradients_wide(graphs["backward"], [x.dim() < 2 and x.is_floating_point() for x in primals])
-    return BlockFunctions(**{name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}, kept=kept)
+    functions = {name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}
+    return BlockFunctions(**functions, kept=kept, count=count)
 
 
-def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
+def _take_weight_gradients_apart(backward: GraphModule, count: int) -> BackwardParts | None:
+    """Split a block's backward pass by torch's partitioner, as it splits a forward from a backward pass: the second
+    part computes the products that only a parameter's gradient needs, and makes cheap tensors again. `count`: number of
+    the block's arguments, whose gradients are the first."""
+    graph = deepcopy(backward.graph)
+    results: Any = graph.output_node().args[0]
+    for placeholder in graph.find_nodes(op="placeholder"):  # none is a gradient of the partitioner's
+        placeholder._rename(placeholder.name.replace("tangents", "gradient"))
+        placeholder.target = placeholder.name
+    needed: set[Node] = set()  # by gradients of the first part
+    early, late = list[int](), list[int]()
+    for i, gradient in enumerate(results):
+        if gradient is None:
+            continue
+        alone = _list_ancestors(gradient) - needed
+        products = [n for n in alone if n.target in _PRODUCTS] if i >= count else []
+        for product in products:
+            product.meta = {**product.meta, "partitioner_tag": "must_be_in_backward"}
+        (late if products else early).append(i)
+        needed |= set() if products else alone
+    if not late:
+        return None
+    graph.output_node().meta.pop("desc", None)  # of all gradients
+    graph.output_node().args = (tuple(results[i] for i in (*early, *late)),)
+    aot, joint = import_module("functorch.compile"), GraphModule(backward, graph)
+    inputs, weights = aot.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=len(early))
+    kept = _keep_primals(inputs, weights, len(early))
+    functions = TracedFunction(inputs, "block_backward_inputs"), TracedFunction(weights, "block_backward_weights")
+    return BackwardParts(*functions, kept, early, late)
+
+
+def _list_ancestors(node: Node) -> set[Node]:
+    """Return a node of a traced graph and all that it is computed from."""
+    ancestors, left = set[Node](), [node]
+    while left:
+        if (last := left.pop()) not in ancestors:
+            ancestors.add(last)
+            left += last.all_input_nodes
+    return ancestors
+
+
+def _keep_primals(forward: GraphModule, backward: GraphModule, count: int = 1) -> list[int]:
     """Change a block's traced graphs in place so that the backward pass reads the inputs of the forward pass (primals)
     itself, with its own views of them, instead of getting them as results of the forward pass, since a compiled
     function copies every result to new memory. Returns the indices of these primals, which are from now on the first
-    arguments of `backward`."""
+    arguments of `backward`. `count`: number of the forward pass's own results."""
     primals = forward.graph.find_nodes(op="placeholder")
     output: Any = forward.graph.output_node()
-    out, *saved = output.args[0]
+    results, saved = output.args[0][:count], output.args[0][count:]
     inputs = backward.graph.find_nodes(op="placeholder")
     kept_primals: dict[int, Node] = {}
     handed = []  # saved values that are still results of the forward pass
@@ -233,15 +323,17 @@ def _keep_primals(forward: GraphModule, backward: GraphModule) -> list[int]:
         if number not in kept_primals:
             with backward.graph.inserting_before(inputs[0]):
                 kept_primals[number] = backward.graph.placeholder(f"kept_{number}")
+                kept_primals[number].meta.update(source.meta)
         view_node = kept_primals[number]
         with backward.graph.inserting_before(inputs[-1].next):
             for view in reversed(views):
                 view_node = backward.graph.call_function(view.target, (view_node, *view.args[1:]), view.kwargs)
+                view_node.meta.update(view.meta)
         argument.replace_all_uses_with(view_node)
         replaced.append(argument)
     for argument in replaced:
         backward.graph.erase_node(argument)
-    output.args = ((out, *handed),)
+    output.args = ((*results, *handed),)
     for graph in (forward, backward):
         graph.graph.eliminate_dead_code()
         graph.recompile()

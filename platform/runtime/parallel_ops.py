@@ -122,11 +122,7 @@ class ParallelOps(Ops):
         # of random numbers so far: kind and name of the operation, and elements of a sequence
         self._drawings: dict[tuple[str, str, int], None] = {}
         self._draws: dict[tuple[str, Spec], None] = {}  # of the block that is traced, see `TracedBlock`
-        how = plan, communicator.device.type, dropout
-        # by whether weight gradients are left for later
-        self._reasons_against_whole = [
-            reasons_against_whole_blocks(*how, splits_weight_gradients=splits) for splits in (False, True)
-        ]
+        self._reasons_against_whole = reasons_against_whole_blocks(plan, communicator.device.type, dropout)
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.locate_block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -174,7 +170,7 @@ class ParallelOps(Ops):
         """Return `function`, the model's block that starts at the layer `name`, compiled as one function of its
         `arguments` if every training pass computes it alike; else `function` itself."""
         compiler = self.compiler
-        if not compiler or self._reasons_against_whole[self.deferred is not None].get(name, name):
+        if not compiler or self._reasons_against_whole.get(name, name):
             return function
         if not self.position.training or self.watched:
             return function
@@ -186,7 +182,7 @@ class ParallelOps(Ops):
             if isinstance(compiler, CompileTrial):
                 trace = compiler.wrap_with_fallback(f"block {name}", compile_block, lambda *_: None)
             self.compiler, self.is_tracing, self._draws = None, True, {}
-            compiled = trace(function, arguments, self._list_tensors_beside_blocks)
+            compiled = trace(function, arguments, self._list_tensors_beside_blocks, self.deferred is not None)
             self.compiler, self.is_tracing = compiler, False
             self._blocks[key] = TracedBlock(compiled, tuple(self._draws)) if compiled else None
         block = self._blocks[key]
@@ -194,13 +190,13 @@ class ParallelOps(Ops):
             return function
         if block.compiled.reads or block.draws:
             return partial(self._run_block_of_pass, block, compiler)
-        return partial(block.compiled, compiler)
+        return partial(block.compiled, compiler, self.deferred)
 
     def _run_block_of_pass(self, block: TracedBlock, compiler: Region, *arguments: Tensor | None) -> Tensor:
         """Run a compiled block that reads tensors of this pass, or whose attention's kernel draws dropout masks."""
         reads = [self.tensor_of_pass(key, self._made_for_pass[key]) for key in block.compiled.reads]
         with self.use_dropout_key(*block.draws[0], self.communicator.device) if block.draws else nullcontext():
-            return block.compiled(compiler, *arguments, *reads)
+            return block.compiled(compiler, self.deferred, *arguments, *reads)
 
     def _list_tensors_beside_blocks(self) -> dict[int, tuple | None]:
         """Return by id the tensors that blocks read beside activations and parameters: the key of `tensor_of_pass`,

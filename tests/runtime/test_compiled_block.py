@@ -52,6 +52,7 @@ def made(monkeypatch):
 _compiled_block = compiled_blocks.compile_block
 TUNE = {"kind": "lora", "rank": 4, "alpha": 8.0}
 FROZEN = {"freeze": ["embedding*", "*mlp.*", "layers.0.attention.*"], "tied": False}
+APART = {"pipeline": "zb_h1", "stages": 2, "layers": 2, "microbatch": 1}
 PLANS = {
     "gpt": {},
     "llama": MODELS["llama"],
@@ -76,6 +77,15 @@ PLANS = {
         "microbatch": 1, **MODELS["llama"],
     },
     "dropout, data 2, padding": {"dropout": 0.2, "data": 2, "microbatch": 2, **MODELS["bert"]},
+    "weight gradients apart": APART,
+    "weight gradients apart, recomputed, dropout": {
+        **APART, **MODELS["llama"], "recompute": "full", "dropout": 0.2, "layers": 3,
+    },
+    "weight gradients apart, data 2, zero 3, padding and memory": {
+        **APART, **MODELS["t5"], "data": 2, "zero": 3, "global_batch": 4,
+    },
+    "weight gradients apart, some frozen": {**APART, **FROZEN},
+    "weight gradients of adapters apart": {**APART, **MODELS["latent"], "tune": TUNE},
     "frozen": FROZEN,
     "frozen llama, a block of no gradient": {**MODELS["llama"], "freeze": ["embedding", "layers.0.*", "*.mlp.*"]},
     "frozen, data 2, zero 3, recomputed": {**FROZEN, "data": 2, "zero": 3, "microbatch": 2, "recompute": "full"},
@@ -102,7 +112,6 @@ PASS_BY_PASS = {
     "sinks": {"attention_sinks": True},
     "a window of a long sequence": {"window": 128, "length": 1024, "layers": 1, "microbatch": 1, "global_batch": 1},
     "a tensor scheme": {"tensor": "1d", "axes": {"t": 2}},
-    "weight gradients apart": {"pipeline": "zb_h1", "stages": 2, "layers": 2, "microbatch": 1},
     "recompute=selective": {"recompute": "selective"},
 }
 
@@ -112,6 +121,28 @@ def test_other_blocks_are_run_function_by_function(name, made):
     c = compiling(**PASS_BY_PASS[name])
     compare(c, *run(c), serial(c))
     assert not made  # the plan knows it before anything is traced
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+@pytest.mark.parametrize(("model", "weights"), [("gpt", 4), ("llama", 4), ("t5", 6)])
+def test_products_of_weight_gradients_are_apart(model, weights, made):
+    """One of each matrix, those side by side as one; vectors' sums stay, and no product is computed twice."""
+    run(compiling(**{**MODELS[model], "layers": 1}))
+    functions = made[-1].functions
+    parts = functions.apart
+    inputs, late, whole = (
+        sum(node.target in PRODUCTS for node in f.graph.graph.nodes)
+        for f in (parts.inputs, parts.weights, functions.backward)
+    )
+    assert late == len(parts.late) == weights and inputs + late == whole
+    assert not [i for i in parts.late if i < functions.count]
+
+
+def test_a_block_of_frozen_weights_leaves_nothing_for_later(made):
+    run(compiling(**{**MODELS["llama"], "layers": 2}, freeze=["embedding", "layers.1.*"]))
+    assert [block.functions.apart is None for block in made] == [False, True]
 
 
 def trainer(**how):
@@ -153,7 +184,7 @@ def test_what_differs_between_passes_is_an_argument_behind_the_activations():
     x, of_pass, mine = torch.ones(2), torch.full((2,), 2.0), torch.full((2,), 3.0)
     block = _compiled_block(lambda x: x * mine + of_pass, [x], lambda: {id(mine): None, id(of_pass): ("mask",)})
     assert block.reads == [("mask",)]
-    assert block(lambda function: function, x, torch.full((2,), 5.0)).tolist() == [8.0, 8.0]
+    assert block(lambda function: function, None, x, torch.full((2,), 5.0)).tolist() == [8.0, 8.0]
 
 
 def calls_of(step, every: bool) -> int:

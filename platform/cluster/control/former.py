@@ -132,8 +132,9 @@ class GenerationFormer:
         self._hand_over_labels(crew, plan, step)
         self._formed = True
         uncompiled = built[0].uncompiled or self._rehearse_step(crew, job, step + 1)
-        compiled = self._say_what_compiles(plan, schedule, job.device, uncompiled)
-        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0].parameters, **compiled))
+        compiled = self._say_what_compiles(plan, job.device, uncompiled)
+        held = built[0].parameters
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=held, **compiled))
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.rank_name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
@@ -243,13 +244,12 @@ class GenerationFormer:
         failed = ((rank, why) for rank, why in enumerate(crew.call_ranks(Worker.rehearse_steps, step)) if why)
         return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), "")
 
-    def _say_what_compiles(self, plan: Plan, schedule: Schedule, device: str, uncompiled: str) -> dict[str, Any]:
+    def _say_what_compiles(self, plan: Plan, device: str, uncompiled: str) -> dict[str, Any]:
         """Say which blocks the generation that forms compiles whole, and why not others, or why it is `uncompiled`.
         Return the fields of the journal's record."""
         blocks, rate = list[str](), self._config.model.dropout
         if not uncompiled and may_compile(self._config.train.compile, device):
-            splits = schedule.splits_weight_gradients
-            blocks = describe_blocks(reasons_against_whole_blocks(plan, device, rate, splits_weight_gradients=splits))
+            blocks = describe_blocks(reasons_against_whole_blocks(plan, device, rate))
         for line in [f"off: {uncompiled}"] if uncompiled else blocks:
             self._monitor.say(f"compile  {line}")
         return {"uncompiled": uncompiled or None, "blocks": blocks or None}
