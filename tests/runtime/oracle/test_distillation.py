@@ -75,9 +75,9 @@ def test_another_sum_is_found(spoiled, monkeypatch):
 ROWS, VOCAB = 12, 9
 
 
-def formula(logits: Tensor, teacher: Tensor, labels: Tensor, how: Distillation, top: int) -> Tensor:
+def formula(logits: Tensor, teacher: Tensor, labels: Tensor, how: Distillation, top: int, cap: float = 0.0) -> Tensor:
     """The loss in plain torch: sums over the labels that count."""
-    counts = labels >= 0
+    counts, logits = labels >= 0, cap * torch.tanh(logits / cap) if cap else logits
     model, teacher = (F.log_softmax(x[counts] / how.temperature, -1) for x in (logits, teacher))
     if top < VOCAB:
         ids = teacher.topk(top, -1).indices
@@ -90,18 +90,18 @@ def formula(logits: Tensor, teacher: Tensor, labels: Tensor, how: Distillation, 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("top", [1, 4, VOCAB])
-@pytest.mark.parametrize("weights", [(0.3, 2.0), (0.0, 1.0)])
-def test_the_formula_is_torch_s_and_trl_s(reverse, top, weights):
+@pytest.mark.parametrize(("weights", "cap"), [((0.3, 2.0), 0.0), ((0.3, 2.0), 1.5), ((0.0, 1.0), 0.0)])
+def test_the_formula_is_torch_s_and_trl_s(reverse, top, weights, cap):
     draw = torch.Generator().manual_seed(top)
     logits, teacher = (torch.randn(ROWS, VOCAB, generator=draw, dtype=torch.float64) * 2 for _ in range(2))
     labels = torch.randint(-1, VOCAB, (ROWS,), generator=draw)
     how = Distillation(*weights, 2.5, reverse)
     logs, ids = F.log_softmax(teacher / how.temperature, -1).topk(top, -1)
     targets = Targets(labels, classes=torch.cat((ids.double(), logs), 1))
-    classes = LossClasses((), 0, VOCAB, teacher=how)
+    classes = LossClasses((), 0, VOCAB, teacher=how, cap=cap)
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
     found = cross_entropy(ours, targets, SingleRank(make_plan(configure()).mesh), classes)
-    expected = formula(theirs, teacher, labels, how, top)
+    expected = formula(theirs, teacher, labels, how, top, cap)
     found.backward()
     expected.backward()
     assert torch.allclose(found, expected, rtol=1e-12)
