@@ -147,11 +147,11 @@ def message_seconds(size: Number, inside: Flag, hardware: Hardware) -> Number:
 
 
 def group_seconds(
-    op: str, size: Number, n: Number, node_ranks: Number, hardware: Hardware, leaves: float = 1.0
+    op: str, size: Number, n: Number, node_ranks: Number, hardware: Hardware, leaves: float = 1.0, lands: float = 1.0
 ) -> Number:
     """Return the seconds of a collective of n ranks, `node_ranks` of which share a node, on an input of `size` bytes:
     of one group, or of many at once; 0 for groups of one rank. `leaves`: share of an exchange's bytes for other nodes
-    that is sent there, each once."""
+    that is sent there, each once; `lands`: bytes that ranks of a node send each other by the usual ones."""
     node, network = hardware.node.kind_link(op), hardware.network.kind_link(op)
     inside, outside = node.bandwidth * hardware.reached.node, network.bandwidth * hardware.reached.network
     across, others = node_ranks < n, np.maximum(n - 1, 1)
@@ -177,7 +177,8 @@ def group_seconds(
         case "all_to_all" | "all_to_allv":
             total = size * n / others if op == "all_to_allv" else size
             between = np.where(across, leaves * (n - node_ranks) / n * total / outside, 0.0)
-            seconds = np.maximum((node_ranks - 1) / n * total / inside, between) + (n - 1) * node.hop
+            hops = (node_ranks - 1) * node.hop + (n - node_ranks) * network.hop
+            seconds = np.maximum(lands * (node_ranks - 1) / n * total / inside, between) + hops
         case "rotate":
             seconds = size / np.where(across, outside, inside)
         case "scatter" | "gather":
@@ -419,7 +420,7 @@ class _PassPricer:
         self.lockstep = 1 + LOCKSTEP if waits else 1.0
         self._launched: dict[Collective, float] = {}
         self._computed: dict[int, float] = {}  # by identity of a part
-        self._spans: dict[int, tuple[float, Counter[str], Counter[str], int]] = {}  # by identity of a pass's parts
+        self._spans: dict[int, tuple[float, Counter[str], Counter[str], int, int]] = {}  # by identity of a pass's parts
 
     def price_collective(self, c: Collective) -> float:
         """Return the seconds of one launch of a collective."""
@@ -434,10 +435,12 @@ class _PassPricer:
     def _rows_seconds(self, c: Collective) -> float:
         """Return the seconds in which tokens go to their experts, as the system sends them."""
         node_ranks, n = count_group_ranks(self.plan.mesh, c.axes, self.hardware.ranks)
-        nodes, copies = ceil(n / node_ranks), self.plan.sizes.get("rows", 1)
-        share = nodes * (1 - (1 - 1 / nodes) ** copies) / copies if self.system.rows_by_node else 1.0
         size = c.elements * self.plan.itemsize["compute"]
-        return float(group_seconds(c.op, size, n, node_ranks, self.hardware, share))
+        if not self.system.rows_by_node:
+            return float(group_seconds(c.op, size, n, node_ranks, self.hardware))
+        copies, nodes = self.plan.sizes.get("rows", 1), n / node_ranks
+        leaves, lands = (places * (1 - (1 - 1 / places) ** copies) / copies for places in (ceil(nodes), n))
+        return float(group_seconds(c.op, size, n, node_ranks, self.hardware, leaves, lands * nodes))
 
     def sum_by_axes(self, launches: Launches, copy: float = 0.0) -> Counter[str]:
         """Return the seconds of collectives by the names of their axes; `copy`: seconds of copying what a rank sent."""
@@ -447,9 +450,9 @@ class _PassPricer:
             seconds_by_axes[name] += n * (self.price_collective(c) + copy * self.plan.mesh.count_ranks(c.axes))  # type: ignore[assignment]
         return seconds_by_axes
 
-    def _sum_parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int]:
+    def _sum_parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int, int]:
         """Return the seconds of computing of a pass's parts; by axes the seconds of collectives in its way, and of
-        collectives that go ahead; and the number of its kernels."""
+        collectives that go ahead; and the numbers of its kernels, and of counts that its host reads."""
         if id(p.parts) not in self._spans:
             waits, ahead = Counter[Collective](), Counter[Collective]()
             computing, kernels = 0.0, 0
@@ -460,7 +463,8 @@ class _PassPricer:
                     waits[c] += n
                 for c in part.ahead:
                     ahead[c] += n
-            self._spans[id(p.parts)] = computing, self.sum_by_axes(waits), self.sum_by_axes(ahead), kernels
+            reads = sum(n for c, n in waits.items() if c.dtype == "integers")
+            self._spans[id(p.parts)] = computing, self.sum_by_axes(waits), self.sum_by_axes(ahead), kernels, reads
         return self._spans[id(p.parts)]
 
     def _computing_seconds(self, part: Part) -> float:
@@ -473,8 +477,10 @@ class _PassPricer:
     def pass_time(self, p: PassWork) -> PassTime:
         """Return the span of a pass. Its computation hides collectives of parameters as far as it can, and is slowed by
         them."""
-        computing, waiting, hidden, kernels = self._sum_parts(p)
+        computing, waiting, hidden, kernels, reads = self._sum_parts(p)
         waiting, hidden = Counter(waiting), Counter(hidden)
+        if self.system.overlaps_experts:
+            hidden.update({name: waiting.pop(name) for name in [*waiting] if "expert" in name.split("+")})
         hidden.update(self.sum_by_axes(p.hides))
         waiting.update(self.sum_by_axes(p.fetches, self.hardware.launch))
         waiting.update(self.sum_by_axes(Counter(p.receives)))
@@ -486,7 +492,7 @@ class _PassPricer:
         computing = computing * self.lockstep + slowed
         device = computing + sum(waiting.values())
         host = host_seconds(kernels, p.calls, self.hardware)
-        behind = float(hidden_or_summed_seconds(device, host, self.hardware)) - device
+        behind = float(hidden_or_summed_seconds(device, host, self.hardware)) - device + reads * self.system.read_wait
         return PassTime(computing, waiting, behind, beside)
 
     def pass_times(self, work: StepWork) -> tuple[Spans, Spans]:

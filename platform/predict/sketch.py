@@ -29,6 +29,7 @@ from platform.predict.work import (
     even_sent_share,
     even_share_of_planned_rows,
     even_share_of_planned_rows_of_spec,
+    find_accessed_spec,
     list_group_products,
 )
 
@@ -238,6 +239,8 @@ def _iterate_quantities(
     else:
         if op.chooses_kernel:
             yield Quantity("fused"), attention_flops(planner, o)
+        if (accessed := find_accessed_spec(o)) is not output:
+            size = prod(planner.local_shape(accessed)) * even_share_of_planned_rows_of_spec(planner, accessed)
         yield Quantity("touched", times=op.accesses_of_both_passes(o, planned_operations)), size
     if any(p.role == "in" for p in o.parameters) or not planned.groups and not op.keeps_nothing:
         yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)

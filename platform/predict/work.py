@@ -99,17 +99,20 @@ CAPPED = 12, 34
 @dataclass(frozen=True)
 class System:
     """Differences of a system that runs a plan from ours; `conf/system/` has a file for each. `head_kernels`: kernels
-    of each head of attention in either pass, 0 if one kernel computes all heads; `gradient_bytes`: per
-    element that ranks sum, 0 as the plan says; `kept_whole`: True if each rank keeps all of the inputs that it
-    recomputes from; `repeats_all`: True if it computes a recomputed layer's last product again, whose result no
-    gradient needs; `by_weight`: True if under ZeRO-3 it waits for a gather of each weight, in recomputation too, copies
-    what each rank sent by a kernel of its own, and sums whole gradients; `stands_by`: True if a stage computes nothing
-    while it sends and receives; `sends_ahead`: True if messages between interleaved stages go beside their passes;
-    `tensor_exposed`: share of a pass's waits along tensor axes that products beside them leave; `rows_by_node`: True if
-    a token goes once to each node that has experts of it; `sink_accesses`: number of times more that attention with
-    sinks reads and writes its queries; `adapters`: most adapters of a node that one group uses at once, 0 as the
-    hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its launches';
-    `constants`: shares that its kernels reach, and other fields of a hardware, by its name, in place of its file's."""
+    of each head of attention in either pass, 0 if one kernel computes all heads; `gradient_bytes`: per element that
+    ranks sum, 0 as the plan says; `kept_whole`: True if each rank keeps all of the inputs that it recomputes from;
+    `repeats_all`: True if it computes a recomputed layer's last product again, whose result no gradient needs;
+    `by_weight`: True if under ZeRO-3 it waits for a gather of each weight, in recomputation too, copies what each rank
+    sent by a kernel of its own, and sums whole gradients; `stands_by`: True if a stage computes nothing while it sends
+    and receives; `sends_ahead`: True if messages between interleaved stages go beside their passes; `tensor_exposed`:
+    share of a pass's waits along tensor axes that products beside them leave; `rows_by_node`: True if a token goes once
+    to each node that has experts of it, and there once to each rank; `overlaps_experts`: True if tokens go to experts
+    and back beside computing of another microbatch; `read_wait`: seconds for which a device waits for its host, which
+    has to read how many tokens experts get, per layer of experts and pass; `sink_accesses`: number of times more that
+    attention with sinks reads and writes its queries; `adapters`: most adapters of a node that one group uses at once,
+    0 as the hardware says; `counts_calls`: True if its host's time is its Python calls' too, not only its launches';
+    `constants`: shares that its kernels reach, and other fields of a hardware, by the hardware's name, in place of what
+    the hardware's file has."""
 
     head_kernels: Annotated[int, Span(0, 100)] = 0
     gradient_bytes: Annotated[int, Span(0, 8)] = 0
@@ -120,6 +123,8 @@ class System:
     sends_ahead: bool = False
     tensor_exposed: Annotated[float, Span(0, 1)] = 1.0
     rows_by_node: bool = False
+    overlaps_experts: bool = False
+    read_wait: Annotated[float, Span(0, 1)] = 0.0
     sink_accesses: Annotated[float, Span(0, 1000)] = 0.0
     adapters: Annotated[float, Span(0, 64)] = 0.0
     counts_calls: bool = True
@@ -354,6 +359,13 @@ def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
     yield from (t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec) and "rows" in t.dims)
 
 
+def find_accessed_spec(o: Operation) -> Spec:
+    """Return the activation of whose elements an operation's accesses of memory are counted: rows that it moves, or
+    else the first that it makes."""
+    moved = _iterate_row_specs(o) if OPERATIONS[o.kind].moves_rows else iter(())
+    return next(moved, None) or next(t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec))
+
+
 def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
     """Return the share of a collective's elements that a step's work counts, by even routing; 1 of no rows."""
     if c.op != "all_to_allv":
@@ -374,9 +386,9 @@ def _operation_work(plan: Plan, planned: PlannedOperation, system: System, rebui
     op, size = OPERATIONS[operation.kind], plan.itemsize["compute"]
     if op.chooses_kernel:
         return _attention_work(plan, operation, sides, system.sink_accesses if operation.parameters else 0.0)
-    spec = next(t for t in (*operation.outputs, *operation.inputs) if isinstance(t, Spec))
-    forward, backward = op.accesses_of_both_passes(operation, plan.operations)
-    count = block_elements(plan, spec) * size
+    in_order = op.moves_rows and system.rows_by_node  # by the exchange itself
+    forward, backward = op.accesses_of_both_passes(operation, {} if in_order else plan.operations)
+    count = block_elements(plan, find_accessed_spec(operation)) * size
     accesses = {"forward": forward, "backward": backward}
     parts = (Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase]) for phase, n in accesses.items())
     return tuple(parts)  # type: ignore[return-value]

@@ -93,15 +93,42 @@ def test_tensor_collectives_beside_products(run):
 EXPERTS = {"model_experts": "8", "experts_per_token": "2", "experts": "8"}
 
 
-def test_tokens_go_to_experts_once_to_each_node(run):
-    """A node gets a token once, where several of its experts do."""
+def test_tokens_go_to_experts_once_to_each_node_and_rank(run):
+    """A node gets a token once, where several of its experts do, and so does a rank of it."""
     split = run(32, 32, "1d_sp,t=4", **EXPERTS)
     by_node, whole = under(split, rows_by_node=True), under(split)
     nodes, copies = 4, 2
     share = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     assert share < by_node.waiting["expert"] / whole.waiting["expert"] < (1 + share) / 2
     alone = run(8, 16, "serial,", **EXPERTS)  # one node, no tensor ranks
-    assert under(alone, rows_by_node=True) == under(alone)
+    once, each = under(alone, rows_by_node=True).waiting["expert"], under(alone).waiting["expert"]
+    assert 8 * (1 - (1 - 1 / 8) ** copies) / copies < once / each < 1, "but for the latency"
+    drawn = Random(5)
+    places = [{drawn.randrange(8) for _ in range(copies)} for _ in range(9000)]
+    assert sum(map(len, places)) / 9000 / copies == pytest.approx(8 * (1 - (1 - 1 / 8) ** copies) / copies, rel=0.01)
+
+
+def test_a_device_waits_for_the_host_to_read_counts_of_tokens(run):
+    """Once a layer of experts and pass of a microbatch, twice where layers are computed again; else never."""
+    for recompute, passes in (("none", 1), ("full", 2)):
+        experts = run(8, 16, "serial,", recompute=recompute, **EXPERTS)
+        waits = 8 * 2 * passes * 0.001  # layers, microbatches
+        assert under(experts, read_wait=0.001).seconds - under(experts).seconds == pytest.approx(waits)
+        assert under(experts, read_wait=0.001).host - under(experts).host == pytest.approx(waits)
+    dense = run(8, 16, "serial,")
+    assert under(dense, read_wait=0.001) == under(dense)
+
+
+def test_tokens_may_go_to_experts_beside_another_microbatch(run):
+    """What computing hides then slows it; of exchanges alone."""
+    experts = run(8, 16, "1d_sp,t=2", experts="4", model_experts="8", experts_per_token="2")
+    beside, before = under(experts, overlaps_experts=True), under(experts)
+    moved = before.waiting["expert"] - beside.waiting["expert"]  # but for sums of gradients, which stay
+    assert beside.hidden - before.hidden == pytest.approx(moved) and moved > 0.5 * before.waiting["expert"]
+    assert beside.waiting["t"] == pytest.approx(before.waiting["t"])
+    assert before.seconds - beside.seconds == pytest.approx(moved * (1 - experts.hardware.interference))
+    dense = run(8, 16, "1d_sp,t=2")
+    assert under(dense, overlaps_experts=True) == under(dense)
 
 
 def test_attention_with_sinks_may_be_slow(run):

@@ -188,6 +188,18 @@ def _check_row_types(name: str, spec: Spec, out: Spec) -> None:
         raise ModelMistake(name, f"tokens [length batch d] are rows [rows d], unlike {spec} and {out}")
 
 
+SORTED = 2  # accesses of rows that are put in the order of their experts, from that of the ranks that they are of
+
+
+def add_row_accesses(op: Op, operation, operations, forward: int, backward: int) -> tuple[float, float]:
+    """Return an operation's accesses of rows in both passes. `forward` and `backward`: sums by token that each pass
+    reads or writes too. Rows that ranks exchange are also put in order."""
+    planned, each = operations.get((operation.kind, operation.name)), 1 / operation["chosen"]
+    moved = SORTED * any(c.op == "all_to_allv" for c in planned.collectives) if planned else 0
+    first, second = op.memory_accesses
+    return first + forward * each + moved, second + backward * each + moved
+
+
 class DispatchRowsOp(Op):
     """Activation x of type `spec` [length batch d_model] as rows at its experts, of type `out` [rows d_model], expert
     after expert and token after token; and the counts of the rows of each expert, which products and `combine_rows`
@@ -198,6 +210,11 @@ class DispatchRowsOp(Op):
     wide = ("inputs",)
     open = {"outputs": "gradient"}
     moves_rows = True
+    memory_accesses = (2, 1)  # of rows: copied from tokens; their gradients are read, to be summed
+
+    def accesses_of_both_passes(self, operation, operations):
+        """Return the accesses of rows, and of the sums of their gradients."""
+        return add_row_accesses(self, operation, operations, 0, 1)
 
     def record_operation(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check_row_types(name, spec, out)
@@ -261,6 +278,11 @@ class CombineRowsOp(Op):
     wide = ("inputs",)
     open = {"inputs": "value"}
     moves_rows = True
+    memory_accesses = (1, 2)  # of rows: read, to be summed; read again for the weights, and their gradients written
+
+    def accesses_of_both_passes(self, operation, operations):
+        """Return the accesses of rows, of their sums, and of the gradient of these, for weights and for rows."""
+        return add_row_accesses(self, operation, operations, 1, 2)
 
     def record_operation(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         _check_row_types(name, out, spec)
