@@ -127,6 +127,33 @@ def test_the_file_says_what_was_measured_and_is_read_again():
     assert "network: # not measured: of cpu" in alone and "node: # not measured: of cpu" in alone
 
 
+def test_one_gpu_writes_its_products_attention_and_memory(tmp_path):
+    """Without a link to measure: the file of one H100 that is slower than usual prices a step as that GPU."""
+    h100 = read_hardware("h100")
+    reached = replace(h100.reached, products=0.6, attention=0.3, memory=0.45)
+    gpu = replace(h100, bandwidth=3e12, launch=9e-6, fill=90.0, reached=reached)
+    config = compose_config([*TINY, "precision=bf16", "cluster.device=cuda"])
+    works = [build_step_work(c, make_plan(c)) for c in step_configs(config, on_gpu=True, tiny=False)]
+    bare = replace(gpu, reached=replace(reached, memory=1.0))
+    timings = [("peak bf16", [1e12], 1e12 / h100.peaks["bf16"]), ("copy", [1e9], 1e9 / gpu.bandwidth)]
+    for m, n, k in [(8192, 8192, 8192), (8192, 4096, 4096), (4096, 14336, 4096), (16384, 1024, 4096), (8192, 4096, 512)]:
+        three = (MatrixProduct(m, n, k), MatrixProduct(m, k, n), MatrixProduct(n, k, m))
+        timings.append(("product", [m, n, k], sum(product_seconds(p, bare, "bf16", 2) for p in three)))
+    flops = 2.0 * 4 * 32 * 4096**2 * 128 * (1 + FUSED_BACKWARD)
+    timings.append(("attention", [4, 32, 4096, 128], flops / (gpu.peaks["bf16"] * reached.attention)))
+    timings += [("step", [number], price_work(work, gpu).seconds) for number, work in enumerate(works)]
+    [alone], seen = plan_calibration_rounds(["a"]), Seen("2026-11-29", "bf16", "NVIDIA H100 80GB HBM3", {"a": 1}, "h100")
+    (tmp_path / "mine.yaml").write_text(
+        format_hardware_file(*hardware_of_rounds(h100, [(alone, [timings])], seen, works), seen)
+    )
+    mine = read_hardware(str(tmp_path / "mine.yaml"))
+    for share in ("products", "attention", "memory"):
+        assert getattr(mine.reached, share) == pytest.approx(getattr(reached, share), rel=0.05), share
+    assert mine.launch == pytest.approx(gpu.launch, rel=0.05) and mine.ahead
+    assert mine.node == h100.node and mine.memory == h100.memory
+    assert price_work(works[-1], mine).seconds == pytest.approx(price_work(works[-1], gpu).seconds, rel=0.03)
+
+
 def test_who_measures_with_whom():
     assert [(r.tier, r.groups) for r in plan_calibration_rounds(["a"])] == [("kernels", [[0]])]
     four = [(r.tier, r.groups) for r in plan_calibration_rounds(["a", "a", "b", "b"])[1:]]
