@@ -274,8 +274,7 @@ class Plan:
         return self.zero == 3 or bool(self.quantised)
 
     def cuts_blocks(self, p: Parameter, block: int) -> bool:
-        """Return True if ranks' blocks of a parameter begin or end inside a block of so many elements with one
-        scale."""
+        """Return True if ranks' blocks of a parameter begin or end inside a `block` of elements with one scale."""
         shape, padded = self.global_shape(p), [self.planner.tensor_sizes(p)[d] for d in p.dims]
         if list(shape[1:]) != padded[1:]:
             return True
@@ -295,8 +294,8 @@ class Plan:
 
     def _build_stage_buckets(self, stage: int) -> list[Bucket]:
         """Make the buckets of the parameters that one stage uses, in order of their first use there. A bucket has those
-        of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib` and if they are not in 4
-        bits, of several; a parameter that several spans use has its own."""
+        of a span of the model (a block, or what lies between blocks) or, up to `bucket_mib`, of several, but for those
+        in 4 bits; a parameter that several spans use has its own."""
         spans = [((c.number, i), names) for c in self.chunks if c.stage == stage for i, names in enumerate(c.spans)]
         used_names = {name for _, names in spans for name in names}
         declared = {p.name: p for p in self.parameters if p.name in used_names}

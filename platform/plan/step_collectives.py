@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from platform.plan.chunks import Bucket, Chunk, buckets_to_gather
-from platform.plan.model_types import NF4_PIECE, AttentionTraits, Parameter, Spec, resolve_auto_kernel
+from platform.plan.model_types import NF4_BLOCK, NF4_PIECE, AttentionTraits, Parameter, Spec, resolve_auto_kernel
 from platform.plan.operation_plan import Collective, PlannedOperation, collective_label
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
@@ -153,18 +153,19 @@ def recompute_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collecti
             yield spec, Collective("all_gather", axes, n, "compute", "backward", plan.layout(spec).only)
 
 
-# bytes that kernels read and write for each element that they make of 4 bits, beside the number: its code, half an
-# index of 4 bytes, and the value
-DECODED = 0.5 + 2 * 2 + 2 * 4
+# Bytes that kernels read and write for each element that they make of 4 bits, beside the number, and their number: its
+# code, and if they are not compiled as one half an index of 4 bytes, and the value. Another copies the scales.
+DECODED = {True: (0.5 + 3 * 4 / NF4_BLOCK, 2), False: (0.5 + 2 * 2 + 2 * 4 + 3 * 4 / NF4_BLOCK, 4)}
 
 
-def list_decodings(plan: Plan, chunk: Chunk) -> Iterator[tuple[str, float, int]]:
+def list_decodings(plan: Plan, chunk: Chunk, compiles: bool) -> Iterator[tuple[str, float, int]]:
     """Yield (phase, bytes read and written, kernels) for each bucket in 4 bits of which a pass of a chunk makes
-    numbers. `plan`: the stage's plan."""
-    spans, size = plan.buckets_by_chunk_span[chunk.number], DECODED + plan.itemsize["compute"]
+    numbers. `plan`: the stage's plan; `compiles`: True if functions are compiled."""
+    spans, (beside, kernels) = plan.buckets_by_chunk_span[chunk.number], DECODED[compiles]
     for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
         for elements in (b.elements for b in buckets if b.quantised):
-            yield phase, elements * size, 4 * -(-elements // NF4_PIECE["cuda"])
+            moved = elements * (beside + plan.itemsize["compute"])
+            yield phase, moved, kernels * -(-elements // NF4_PIECE["cuda"])
 
 
 class BucketCollective(NamedTuple):

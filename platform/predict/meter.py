@@ -362,7 +362,8 @@ class MemoryMeter(Ops):
         missing = {key: b for key, b in buckets_by_id.items() if key not in self._whole}
         self._whole |= {key: self.new(b.elements, parameter=True) for key, b in missing.items()}
         decoded = max((b.elements for b in missing.values() if b.quantised), default=0)
-        self.integers(min(decoded, NF4_PIECE[self.device]), NF4_SCRATCH)  # freed at once
+        if not self.compiles_functions:  # by one kernel
+            self.integers(min(decoded, NF4_PIECE[self.device]), NF4_SCRATCH)  # freed at once
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""

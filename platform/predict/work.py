@@ -308,7 +308,7 @@ def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) 
             model.forward(recorder, inputs)
         for _, gather in () if execution.system.kept_whole else recompute_gathers(plan, chunk):
             recorder.work.backward[Part(collectives=(gather,))] += 1
-        for phase, moved, kernels in list_decodings(recorder.plan, chunk):
+        for phase, moved, kernels in list_decodings(recorder.plan, chunk, execution.compiles):
             getattr(recorder.work, phase)[Part(bytes=moved, kernels=kernels)] += 1
         recorder.count_block_calls()
         chunk_works.append(recorder.work)

@@ -10,7 +10,7 @@ has a part of one (`Plan.cuts_blocks`): they are the same under every plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
@@ -44,12 +44,19 @@ def encode_weights(weights: Tensor) -> Tensor:
     return torch.cat((scales.view(torch.uint8), pairs[..., 0] * 16 + pairs[..., 1]), 1)
 
 
-def decode_weights(stored: Tensor, into: Tensor) -> Tensor:
-    """Write weights that are `stored` in 4 bits, uint8 [blocks, NF4_BYTES], to the flat tensor `into`; return it."""
-    pairs, piece = _build_value_pairs(stored.device), NF4_PIECE[stored.device.type] // NF4_BLOCK
+def make_numbers(codes: Tensor, scales: Tensor, pairs: Tensor, into: Tensor) -> Tensor:
+    """Write to `into` [blocks, NF4_BLOCK] the values of `codes`, of which a byte has two, times `scales` [blocks, 1];
+    return it. `pairs`: the two values of each byte."""
+    return torch.mul(torch.embedding(pairs, codes.int()).view(into.shape), scales, out=into)
+
+
+def decode_weights(stored: Tensor, into: Tensor, make: Callable[..., Tensor] = make_numbers) -> Tensor:
+    """Write weights that are `stored` in 4 bits, uint8 [blocks, NF4_BYTES], to the flat tensor `into`; return it.
+    `make`: `make_numbers`, perhaps compiled."""
+    pairs = _build_value_pairs(stored.device)
+    piece = NF4_PIECE.get(stored.device.type, NF4_PIECE["cuda"]) // NF4_BLOCK
     for blocks, numbers in zip(stored.split(piece), into.view(-1, NF4_BLOCK).split(piece), strict=True):
-        scales = blocks[:, :4].contiguous().view(torch.float32)
-        torch.mul(torch.embedding(pairs, blocks[:, 4:].int()).view(numbers.shape), scales, out=numbers)
+        make(blocks[:, 4:], blocks[:, :4].contiguous().view(torch.float32), pairs, numbers)
     return into
 
 
@@ -61,8 +68,10 @@ def round_to_normal_floats(weights: Tensor) -> Tensor:
 class QuantisedBucket(FlatBucket):
     """Bucket of frozen parameters that a rank keeps in 4 bits: `masters` is its shard, or all, uint8 [blocks,
     NF4_BYTES], of which `master` has views. `gather_parameters` gathers the ranks' shards, if these divide it (ZeRO-3),
-    and makes numbers of them, which are there up to `release_parameters`."""
+    and makes numbers of them, which are there up to `release_parameters`. `compile_function`, if set, gives what
+    does so compiled by torch, if this rank compiles."""
 
+    compile_function: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
     _arriving: Tensor | None = None  # the ranks' shards, under way or there: [shards, blocks, NF4_BYTES]
 
     def _allocate_masters(self, elements: int) -> Tensor:
@@ -101,6 +110,7 @@ class QuantisedBucket(FlatBucket):
             self._arriving = self.masters.new_empty(self.bucket.shards, *self.masters.shape)
             self._gathering = self._launch_gather(self._arriving)
 
+    @torch.no_grad()
     def gather_parameters(self) -> None:
         """Wait for the all-gather of this bucket's shards, starting it if need be, and make numbers of them."""
         if self.resident:
@@ -110,5 +120,6 @@ class QuantisedBucket(FlatBucket):
             self._gathering.wait()
         stored = self.masters if self._arriving is None else self._arriving.view(-1, NF4_BYTES)
         self._take_memory()
-        decode_weights(stored, self._written.view(-1))
+        make = self.compile_function(make_numbers) if self.compile_function else make_numbers
+        decode_weights(stored, self._written.view(-1), make)
         self._gathering, self._arriving, self.resident = None, None, True

@@ -16,6 +16,7 @@ from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.matrices import AdafactorSums, MuonMatrices
+from platform.runtime.normal_floats import QuantisedBucket
 from platform.runtime.parallel_ops import ParallelOps
 from platform.train.rank_parameters import RankWeights
 
@@ -60,6 +61,9 @@ def build_rank(
     model = build_model(fix_sequence_length(config, plan.sizes["length"]).model)
     ops = ParallelOps(stage, communicator, weights.forward_tensors, config.model.dropout, compiles, overlap)
     ops.residency, ops.losses = weights.residency, loss_functions(config)  # ZeRO shards are gathered around a pass
+    for flat in weights.buckets:
+        if isinstance(flat, QuantisedBucket):
+            flat.compile_function = ops.compile_function
     if shared:
         return shared._replace(stage=stage, model=model, ops=ops)
     # Optimizer of the master weights without frozen ones, with weight decay for the parameters that the model marks.

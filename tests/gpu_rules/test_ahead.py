@@ -47,6 +47,7 @@ BUDGETS = {
     "row_statistics": (1, 1.01),
     "differentiate_compiled": (1, 2.01),
     "apply_rms_norm": (1, 2.01),
+    "make_numbers": (1, 1.32),  # of 4 bits, and of no more beside them than their scales
     "apply_rms_norm with gradients": (4, 7.1),
     "turn_pairs": (1, 3.01),
     "deepseek_v3 turn_pairs": (2, 13.01),  # pairs of neighbours, of one key beside its tables

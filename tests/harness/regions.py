@@ -22,6 +22,7 @@ RUNS = {path.stem: [f"+experiment={path.stem}"] for path in sorted((CONF / "expe
     "llama_8b": LLAMA,
     "llama_8b_usual": [*LLAMA, "model.query_key_norm=false"],
     "llama_8b_split": [*LLAMA, "tensor=1d", "tensor.axes={t: 2}"],
+    "qlora": ["+experiment=lora", "tune=qlora", "model=gpt_tiny"],
     "t5_geglu": T5,
     "t5_geglu_tanh": [*T5, "model.activation=geglu_tanh"],
     "t5_reglu": [*T5, "model.activation=reglu"],

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
+from platform.runtime import compilation, normal_floats
 from platform.runtime.normal_floats import NORMAL_FLOATS, decode_weights, encode_weights, round_to_normal_floats
 
 VALUES = torch.tensor(NORMAL_FLOATS, dtype=torch.float64)
@@ -75,3 +76,17 @@ def test_blocks_do_not_know_each_other():
 
 def test_nothing_is_nothing():
     assert round_to_normal_floats(torch.empty(0, NF4_BLOCK)).shape == (0, NF4_BLOCK)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_they_are_the_same_numbers(backend, monkeypatch):
+    """By pieces, of which those of one size have one graph; and what autograd has saved counts as unchanged."""
+    monkeypatch.setattr(compilation, "BACKEND", backend)
+    monkeypatch.setitem(normal_floats.NF4_PIECE, "cpu", 10 * NF4_BLOCK)
+    weights = drawn(9, 57)
+    stored, make = encode_weights(weights), compilation.compile_region(normal_floats.make_numbers)
+    for dtype in TYPES[:2]:
+        whole = torch.zeros(weights.numel(), dtype=dtype)
+        with torch.no_grad():
+            decode_weights(stored, whole.data, make)
+        assert torch.equal(whole, decode_weights(stored, torch.empty_like(whole))) and not whole._version

@@ -134,7 +134,7 @@ def test_the_model_is_the_one_with_these_numbers(monkeypatch):
     compare(plain, plan, results, expected)
 
 
-@pytest.mark.parametrize("name", ["zero 3", "1d"])
+@pytest.mark.parametrize("name", ["zero 3", pytest.param("1d", marks=full)])
 def test_a_neighbours_scale_is_found(name, monkeypatch):
     """The negative control: of one block the scale of the next, on one rank."""
     c = tuned(**PLANS[name])
@@ -198,7 +198,7 @@ def test_a_block_is_never_cut(name):
     assert make_plan(tuned(tune={**TUNE, "kind": "lora"}, **how))
 
 
-@pytest.mark.parametrize("name", [n if n in ("zero 3", "1d") else pytest.param(n, marks=full) for n in PLANS])
+@pytest.mark.parametrize("name", [n if n == "zero 3" else pytest.param(n, marks=full) for n in PLANS])
 def test_texts_are_scored_as_by_one_process(name):
     """Answers of the model that is trained (eval.tasks, eval.prompts), of weights in 4 bits."""
     texts = AskedTexts([[1, 2, 3, 4, 5], [7, 6, 5]], [])
@@ -272,9 +272,9 @@ def test_making_numbers_takes_time():
     for kind in ("lora", "qlora"):
         c = tuned(tune={**TUNE, "kind": kind}, precision="bf16")
         plan = make_plan(c)
-        parts[kind] = list(list_decodings(plan, plan.chunks[0]))
+        parts[kind] = list(list_decodings(plan, plan.chunks[0], False))
         seconds[kind] = step_price(c, plan, read_hardware("h100")).seconds
     elements = sum(b.elements for b in plan.buckets if b.quantised)
     assert not parts["lora"] and {phase for phase, *_ in parts["qlora"]} == {"forward", "backward"}
-    assert sum(moved for _, moved, _ in parts["qlora"]) == 2 * elements * (12.5 + 2)
+    assert sum(moved for _, moved, _ in parts["qlora"]) == 2 * elements * (12.5 + 12 / NF4_BLOCK + 2)
     assert seconds["lora"] < seconds["qlora"]
