@@ -437,6 +437,15 @@ class Model:
     q_latent: int = key(0, "kv_latent: width of what queries are made from; 0 = d_model itself", ">= 0", most=2**16)
     d_rope: int = key(0, "kv_latent: elements of d_kv that rotate, in a key alike for all heads", ">= 0", most=2**16)
     d_value: int = key(0, "kv_latent: width of one head's values; 0 = d_kv", ">= 0", most=2**16)
+    attention_gate: bool = key(False, "a layer's input gates each element of attention's result, by its sigmoid")
+    linear_layers: list[int] = key(
+        [], "layers, from 0, with a gated delta rule in place of attention", ">= 0", most=1000
+    )
+    linear_key_heads: int = key(0, "linear_layers: heads of queries and keys; 0 = model.heads", ">= 0", most=2**16)
+    linear_value_heads: int = key(0, "linear_layers: heads of values; 0 = as of keys", ">= 0", most=2**16)
+    linear_d_key: int = key(0, "linear_layers: width of one head's keys; 0 = as in attention", ">= 0", most=2**16)
+    linear_d_value: int = key(0, "linear_layers: width of one head's values; 0 = as of keys", ">= 0", most=2**16)
+    linear_taps: int = key(4, "linear_layers: tokens that the convolution before a rule reads", ">= 1", most=64)
     d_ff: int = key(0, "width of the feed-forward layer; 0 = 4 * d_model", ">= 0", most=2**24)
     experts: int = key(0, "experts of a layer, in place of one feed-forward layer; 0 = none", ">= 0", most=2**16)
     experts_per_token: int = key(2, "experts that compute each token", ">= 1", most=2**16)
@@ -445,6 +454,7 @@ class Model:
     expert_d_ff: int = key(0, "width of an expert; 0 = as model.d_ff", ">= 0", most=2**24)
     expert_bias: bool = key(False, "experts, and the scores of experts, have biases")
     shared_experts: int = key(0, "further experts that compute every token", ">= 0", most=1000)
+    shared_expert_gate: bool = key(False, "a token gates the result of its shared experts, by a sigmoid")
     capacity_factor: float = free_key(
         1.25, "tokens of a sequence that an expert takes, over its even share; 0 = all that come", ">= 0", most=1e6,
     )  # fmt: skip

@@ -80,6 +80,30 @@ def _violations_of_latent_attention(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "model.d_rope", constraint, closest_values(m.d_rope, range(2, d_kv, 2)))
 
 
+def _violations_of_delta_rules(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each mistake in the configuration of layers with a gated delta rule, and of gates."""
+    m = config.model
+    if m.shared_expert_gate and not (m.experts and m.shared_experts):
+        yield violation_of_key(config, "model.shared_expert_gate", "there are no shared experts", [False])
+    if m.attention_gate and m.kv_latent:
+        constraint = f"model.kv_latent={m.kv_latent} has no gate"
+        yield violation_of_key(config, "model.attention_gate", constraint, [False])
+    if not m.linear_layers:
+        return
+    if beyond := [n for n in m.linear_layers if n >= m.layers]:
+        yield format_violation("model.linear_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
+    if m.kind != "decoder":
+        constraint = f"model.kind={m.kind}: a delta rule reads from left to right"
+        yield violation_of_key(config, "model.linear_layers", constraint, [[]])
+    if config.parallel.context > 1:
+        yield violation_of_key(config, "parallel.context", "model.linear_layers need each sequence whole", [1])
+    keys = m.linear_key_heads or m.heads
+    if m.linear_value_heads % keys:
+        below = m.linear_value_heads // keys * keys
+        constraint = f"must be a multiple of {keys}, the heads of keys"
+        yield violation_of_key(config, "model.linear_value_heads", constraint, [below or keys, below + keys])
+
+
 def _violations_of_rotary_positions(config: Config) -> Iterator[str]:
     """Yield a refusal line for each mistake in the configuration of rotary positions, perhaps scaled."""
     m, kind = config.model, f"model.rope_scaling={config.model.rope_scaling}"
@@ -216,6 +240,7 @@ def _violations_of_router_groups(config: Config) -> Iterator[str]:
 MODEL_RULES = (
     _violations_of_attention,
     _violations_of_latent_attention,
+    _violations_of_delta_rules,
     _violations_of_rotary_positions,
     _violations_of_attention_masks,
     _violations_of_norms,

@@ -12,6 +12,7 @@ from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
+from platform.model.delta_net import DeltaNet
 from platform.model.feed_forward import Experts, FeedForward
 from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, dim_sizes, rotary_scaling, rotary_width
 from platform.plan.model_types import Parameter, resize_dim, scores_spec
@@ -132,8 +133,10 @@ class Attention(Residual):
         self.key = Parameter(f"{name}.key", kv, "in", std=STD, decay=True, turned=True)
         self.value = Parameter(f"{name}.value", kv, "in", std=STD, decay=True, turned=True)
         self.output = Parameter(f"{name}.output", ("d_model", "heads", "d_kv"), "out", std=out, decay=True)
+        gate = Parameter(f"{name}.gate", q, "in", std=STD, decay=True, turned=True)
+        self.inner = [self.query, self.key, self.value, *([gate] if c.attention_gate else [])]
         biases = c.attention_bias or ("all" if c.bias else "none")
-        inner = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros") for p in (self.query, self.key, self.value)]
+        inner = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros") for p in self.inner]
         self.inner_biases = [] if biases == "none" else inner
         bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")
         self.output_bias = [bias] if biases == "all" else []
@@ -161,12 +164,12 @@ class Attention(Residual):
         next layer."""
         s, m = self.shapes, self.memory
         entered = self.prepare_input(ops, x) if entered is None else entered
-        weights, specs, biases = (self.query, self.key, self.value), (s.query, s.key, s.key), self.inner_biases
-        if self.cross:
-            (q,) = ops.project(entered, s.stream, weights[:1], specs[:1], biases[:1])
+        weights, specs, biases = self.inner, (s.query, s.key, s.key, s.query)[: len(self.inner)], self.inner_biases
+        if self.cross:  # of which queries and gate alone are made here
+            q, *gate = ops.project(entered, s.stream, weights[::3], specs[::3], biases[::3])
             k, v = memory
         else:
-            q, k, v = ops.project(entered, s.stream, weights, specs, biases)
+            q, k, v, *gate = ops.project(entered, s.stream, weights, specs, biases)
         q = self.query_norm(ops, q, s.query) if self.query_norm else q
         if self.key_norm and not self.cross:  # that of a memory is in `project_keys_and_values`
             k = self.key_norm(ops, k, s.key)
@@ -188,6 +191,7 @@ class Attention(Residual):
         hides |= {"cap": self.config.attention_cap}
         a = ops.attention(self.name, q, k, v, s.core_query, m.core_key, self.sink, scale=self.scale, bias=bias, **hides)
         a = ops.relayout(f"{self.name}.context", a, s.core_query, s.query)
+        a = ops.pointwise("multiply", a, ops.pointwise("sigmoid", *gate)) if gate else a
         (y,) = ops.project(a, s.query, (self.output,), (s.stream,), self.output_bias)
         return self.add_to_stream(ops, x, y, following)
 
@@ -197,7 +201,7 @@ def project_keys_and_values(ops: Ops, layers: list[Attention], memory: Any) -> l
     group of einsums: the memory is converted once, and its gradient, summed over the layers, is reduced once."""
     shapes = layers[0].memory
     weights = [w for layer in layers for w in (layer.key, layer.value)]
-    biases = [b for layer in layers for b in layer.inner_biases[1:]]
+    biases = [b for layer in layers for b in layer.inner_biases[1:3]]
     products = ops.project(memory, shapes.stream, weights, [shapes.key] * len(weights), biases)
     pairs = zip(layers, products[::2], products[1::2], strict=True)
     return [(layer.key_norm(ops, k, shapes.key) if layer.key_norm else k, v) for layer, k, v in pairs]
@@ -217,11 +221,13 @@ class TransformerBlock(Layer):
         memory: StackSpecs | None,
         window: int = 0,
         experts: bool = False,
+        linear: bool = False,
     ):
-        """Construct a Transformer block, with cross-attention to an encoder's stack if its Specs, `memory`, are set."""
+        """Construct a Transformer block, with cross-attention to an encoder's stack if its Specs, `memory`, are set;
+        `linear`: True for a block with a delta rule in place of self-attention."""
         self.name, self.parallel = name, c.parallel_residual
-        kind = LatentAttention if c.kv_latent else Attention
-        self.attention = kind(f"{name}.attention", c, shapes, causal=causal, window=window)
+        kind: Any = DeltaNet if linear else LatentAttention if c.kv_latent else Attention
+        self.attention = kind(f"{name}.{'delta' if linear else 'attention'}", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.mlp = (Experts if experts else FeedForward)(f"{name}.mlp", c, shapes)
 
@@ -265,10 +271,7 @@ class Stack(Layer):
         names = [f"{prefix}layers.{i}" for i in range(c.layers)]
         more: dict[str, Any] = {"causal": causal, "memory": memory}
         self.blocks = {
-            n: TransformerBlock(
-                n, rotate_layer(c, i), shapes, window=layer_window(c, i), experts=has_experts(c, i), **more
-            )
-            for i, n in enumerate(names)
+            n: TransformerBlock(n, rotate_layer(c, i), shapes, **more, **layer_kind(c, i)) for i, n in enumerate(names)
         }
         self.units = tuple(names)
         self.norm = None if c.post_norm else Norm.build_model_norm(f"{prefix}norm", c)
@@ -335,6 +338,11 @@ def _add_optional(ops: Ops, one: Any, other: Any) -> Any:
 def has_experts(c: ModelConfig, layer: int) -> bool:
     """Return True if Transformer layer number `layer` has experts, by experts_every and dense_layers of its model."""
     return c.experts > 0 and (layer + 1) % c.experts_every == 0 and layer not in c.dense_layers
+
+
+def layer_kind(c: ModelConfig, layer: int) -> dict[str, Any]:
+    """Return options of the block of Transformer layer number `layer`: its window, experts, and delta rule."""
+    return {"window": layer_window(c, layer), "experts": has_experts(c, layer), "linear": layer in c.linear_layers}
 
 
 def layer_window(c: ModelConfig, layer: int) -> int:

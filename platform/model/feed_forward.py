@@ -86,6 +86,10 @@ class Experts(Residual):
         self.experts = Products(f"{name}.experts", c, self.given, of_experts, biased, self.made)
         shared = Products(f"{name}.shared", c, shapes.stream, shared_hidden, biased) if c.shared_experts else None
         self.shared = shared
+        one = (("gates", 1),)
+        gate = Parameter(f"{name}.shared_gate", ("gates", "d_model"), "vector", std=STD, decay=True, sizes=one)
+        self.shared_gate = [gate] if c.shared_expert_gate else []
+        self.gates = Spec("stream", ("length", "batch", "gates"), (*shapes.stream.sizes, *one))
         weights = c.router, c.experts_per_token, c.router_normalised, c.router_scale
         groups = c.router_groups, c.router_groups_kept, c.router_group_best
         rate = c.balance_rate if c.router_bias else 0.0
@@ -112,5 +116,11 @@ class Experts(Residual):
         else:
             slots = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)
             y = ops.combine(name, self.experts(ops, slots), self.made, weights, s.scores, s.stream, chosen)
-        y = ops.pointwise("add", y, self.shared(ops, entered)) if self.shared else y
+        if self.shared:
+            more = self.shared(ops, entered)
+            if self.shared_gate:
+                (gate,) = ops.project(entered, s.stream, self.shared_gate, (self.gates,))
+                gate = ops.pointwise("sigmoid", gate)
+                more = ops.einsum(f"{name}.shared_gated", more, s.stream, gate, self.gates, s.stream)
+            y = ops.pointwise("add", y, more)
         return self.add_to_stream(ops, x, y), auxiliary

@@ -50,9 +50,18 @@ def dim_sizes(c: ModelConfig) -> dict[str, int]:
         "buckets": c.buckets,
         **({"experts": c.experts, **expert_place_sizes(c)} if c.experts else {}),
         **{dim: n for dim, n in (("q_latent", c.q_latent), ("kv_latent", c.kv_latent)) if n},
+        **linear_head_sizes(c),
         **({"segments": c.segments} if c.segments else {}),
         **({"positions": c.position_rows or c.length} if c.within_documents or c.position_rows else {}),
     }
+
+
+def linear_head_sizes(c: ModelConfig) -> dict[str, int]:
+    """Return the numbers and widths of heads in a model's delta rules, with the defaults that zeros stand for."""
+    keys, width = c.linear_key_heads or c.heads, c.linear_d_key or c.d_kv or c.d_model // c.heads
+    sizes = {"linear_key_heads": keys, "linear_value_heads": c.linear_value_heads or keys}
+    sizes |= {"linear_d_key": width, "linear_d_value": c.linear_d_value or width}
+    return sizes if c.linear_layers else {}
 
 
 def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:

@@ -348,6 +348,17 @@ def _count_key_value_elements(plan: Plan, name: str, keys_or_values: Spec | Para
     return elements // heads_per_group if heads == groups * heads_per_group else elements
 
 
+def _delta_rule_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
+    """Yield the form of a delta rule, or of its convolution: each head by itself, of whole sequences."""
+    operands, output = _operands_and_output(planned)
+    out, heads = planned.operation.outputs[0], plan.layout(planned.operation.outputs[0])["heads"]
+    blocks = plan.mesh.count_ranks(heads) * plan.planner.cut_units.get("heads", 1)
+    for o in operands if heads else ():
+        if plan.planner.tensor_sizes(o.tensor).get("heads", blocks) % blocks:
+            raise Unsound(f"{o.tensor} has heads that {join_axis_names(heads)} cut unevenly, apart from their values")
+    yield Form(operands, out, output, whole=("length", "d_kv", "taps"))
+
+
 def _relayout_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of a move to another layout, with dims renamed by position."""
     (x,), out = planned.operation.inputs, planned.operation.outputs[0]
@@ -539,6 +550,8 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "recall": _rowwise_forms(),
     "rotate": _rowwise_forms(whole=lambda planned: ("d_kv",)),
     "recurrence": _rowwise_forms(whole=lambda planned: ("length",)),
+    "convolve": _delta_rule_forms,
+    "delta_rule": _delta_rule_forms,
     "concatenate": _rowwise_forms(whole=lambda planned: (planned.operation["dim"],)),
     "norm": _rowwise_forms(lambda planned: planned.operation.parameters[0].dims),
     "softmax": _rowwise_forms(lambda planned: (planned.operation["dim"],)),

@@ -237,8 +237,8 @@ def _iterate_quantities(
         weights = (e for g in planned.groups for e in g.einsums if isinstance(o.inputs[1 + e.index], Parameter))
         yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
     else:
-        if op.chooses_kernel:
-            yield Quantity("fused"), attention_flops(planner, o)
+        if flops := attention_flops(planner, o) if op.chooses_kernel else op.count_block_flops(planner, o):
+            yield Quantity("fused"), flops
         if (accessed := find_accessed_spec(o)) is not output:
             size = prod(planner.local_shape(accessed)) * even_share_of_planned_rows_of_spec(planner, accessed)
         yield Quantity("touched", times=op.accesses_of_both_passes(o, planned_operations)), size

@@ -390,7 +390,9 @@ def _operation_work(plan: Plan, planned: PlannedOperation, system: System, rebui
     forward, backward = op.accesses_of_both_passes(operation, {} if in_order else plan.operations)
     count = block_elements(plan, find_accessed_spec(operation)) * size
     accesses = {"forward": forward, "backward": backward}
-    parts = (Part(bytes=count * n, kernels=int(n > 0), collectives=sides[phase]) for phase, n in accesses.items())
+    flops = op.count_block_flops(plan.planner, operation)
+    fused = {"forward": flops, "backward": FUSED_BACKWARD * flops}
+    parts = (Part((), fused[phase], count * n, int(n > 0), sides[phase]) for phase, n in accesses.items())
     return tuple(parts)  # type: ignore[return-value]
 
 

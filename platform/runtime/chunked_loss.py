@@ -280,13 +280,13 @@ def compute_loss_and_gradient(
         every = None if derivatives.every is None else mask_uncounted_rows(derivatives.every)
         share = mask_uncounted_rows(derivatives.label, mine & counts)
         share = share if every is None else share + every
-        factor = counts.to(shift.dtype) if targets.weights is None else weights.where(counts, 0.0)
+        row_weights = counts.to(shift.dtype) if targets.weights is None else weights.where(counts, 0.0)
         for at in chunks:
-            rows = [x if x is None else x[at] for x in (whole, every)]
-            more = divergences.compute_gradient(known[at], at, factor[at]) if divergences else None
+            factor, added = (x if x is None else x[at] for x in (whole, every))
+            more = divergences.compute_gradient(known[at], at, row_weights[at]) if divergences else None
             if more is not None and classes.cap:
                 more *= slope_of_cap(known[at].to(more.dtype, copy=True), classes.cap)
-            differentiate(known[at], shift[at], column[at], share[at], *rows, classes.cap)
+            differentiate(known[at], shift[at], column[at], share[at], factor, added, classes.cap)
             if more is not None:
                 known[at] += more
     return losses.where(counts, 0.0).double().sum()

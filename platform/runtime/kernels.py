@@ -3,6 +3,7 @@ collectives among these computations are the plan's, handed in as conversions an
 
 from platform.runtime import (  # noqa: F401  (operations reach them as `ops.kernels`)
     chunked_loss,  # noqa: F401
+    delta_chunks,  # noqa: F401
     einsum,
     expert_rows,  # noqa: F401
     panels,  # noqa: F401

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from platform.boundary.refusals import format_value
 from platform.config.fields import Model
-from platform.model.layers import dim_sizes, expert_width
+from platform.model.layers import dim_sizes, expert_width, linear_head_sizes
 
 ConfigJson = Mapping[str, Any]  # a config.json
 NEEDED = object()  # the default of a key that must be there
@@ -42,7 +42,7 @@ class Rule:
 def resolve_sizes(m: Model) -> dict[str, int]:
     """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
     sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
-    return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"]}
+    return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"], **linear_head_sizes(m)}
 
 
 def json_excerpt(value: Any) -> str:
@@ -445,7 +445,9 @@ def check_quantisation(config_json: ConfigJson) -> dict[str, Any]:
 class TensorRow(NamedTuple):
     """Name of a Hugging Face tensor, and of our parameters that it holds, one after another, or one after another for
     each head (`by_head`), or a row of each in turn (`alternate`). `turned`: it is stored as [what it contracts, what it
-    adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none (False)."""
+    adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none (False); `groups`: our model
+    key with the number of heads that `by_head` takes in turn, where others share each, as many of each parameter;
+    `channels`: it has a dim of one index before the last, as a convolution of each channel by itself."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -453,6 +455,8 @@ class TensorRow(NamedTuple):
     gated: bool | None = None
     alternate: bool = False
     by_head: bool = False
+    groups: str = "heads"
+    channels: bool = False
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def _write_windows(m: Model) -> dict[str, Any]:
     return {"use_sliding_window": bool(m.window), "sliding_window": m.window or None}
 
 
-def _read_listed_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
+def read_listed_dense_layers(config_json: ConfigJson) -> dict[str, Any]:
     """Return our model key for the layers without experts in a Qwen3-MoE config.json. Raises Inexpressible."""
     numbers = read_value(config_json, "mlp_only_layers", None, (list, type(None))) or []
     if not all(type(n) is int for n in numbers):
@@ -241,7 +241,7 @@ QWEN3_MOE = Family(
         Renamed("num_experts_per_tok", "experts_per_token", 8),
         Renamed("moe_intermediate_size", "expert_d_ff", 768),
         Renamed("decoder_sparse_step", "experts_every", 1),
-        FunctionRule("mlp_only_layers", _read_listed_dense_layers, lambda m: {"mlp_only_layers": m.dense_layers}),
+        FunctionRule("mlp_only_layers", read_listed_dense_layers, lambda m: {"mlp_only_layers": m.dense_layers}),
         Renamed("norm_topk_prob", "router_normalised", False),
         FunctionRule("use_sliding_window sliding_window max_window_layers", _read_windows, _write_windows),
         Free("", {**_FREE, **special_token_defaults(None, None)}),

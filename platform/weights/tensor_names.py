@@ -18,6 +18,7 @@ from platform.config.fields import Config, Data, Model, violations_of_values
 from platform.config.identity import FREE
 from platform.config.validation import violations_of_configuration
 from platform.model import build_model
+from platform.model.layers import linear_head_sizes
 from platform.plan.model_types import STATES, Parameter
 from platform.weights.config_keys import ConfigJson, Family, Inexpressible, Rule, TensorRow, json_excerpt, resolve_sizes
 from platform.weights.families import COMMON, FAMILIES
@@ -41,7 +42,8 @@ class MatrixPart:
 class HfTensor:
     """Tensor of theirs, by name, and the parameters of ours that it holds: it is the matrix of their rows, one after
     another, or a row of each in turn (`alternate`); `turned`: stored with columns first; `vector`: its matrix has one
-    column, and it is stored as a vector; `stacked`: the number of experts whose matrices it stacks, else 0."""
+    column, and it is stored as a vector; `stacked`: the number of experts whose matrices it stacks, else 0;
+    `channels`: it has a dim of one index before its columns."""
 
     name: str
     parts: tuple[MatrixPart, ...]
@@ -49,6 +51,7 @@ class HfTensor:
     vector: bool = False
     alternate: bool = False
     stacked: int = 0
+    channels: bool = False
 
     @property
     def matrix_parts(self) -> list[tuple[MatrixPart, ...]]:
@@ -69,7 +72,8 @@ class HfTensor:
     def shape(self) -> tuple[int, ...]:
         """Return the shape in which transformers stores this tensor."""
         rows, columns = sum(p.rows for p in self.matrix_parts[0]), self.parts[0].columns
-        one = (rows,) if self.vector else (columns, rows) if self.turned else (rows, columns)
+        one: tuple[int, ...] = (rows,) if self.vector else (columns, rows) if self.turned else (rows, columns)
+        one = (rows, 1, columns) if self.channels else one
         return (self.stacked, *one) if self.stacked else one
 
 
@@ -97,12 +101,13 @@ def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) 
         first = row_parameters[0][0]
         vector = name.endswith("bias") or first.name.endswith(".gain") or len(first.dims) == 1
         if row.by_head:
-            each = [tuple(_describe_one_matrix(*one, head) for one in row_parameters) for head in range(m.heads)]
+            groups = linear_head_sizes(m).get(row.groups, m.heads)
+            each = [tuple(_describe_heads(*one, i, groups, vector) for one in row_parameters) for i in range(groups)]
             tensors.append(HfTensor(name, tuple(chain.from_iterable(each)), row.turned, vector))
             continue
         if not _is_per_expert(first):
             matrices = tuple(_describe_matrix(*one, vector) for one in row_parameters)
-            tensors.append(HfTensor(name, matrices, row.turned, vector))
+            tensors.append(HfTensor(name, matrices, row.turned, vector, channels=row.channels))
             continue
         each = [tuple(_describe_one_matrix(*one, e) for one in row_parameters) for e in range(m.experts)]
         if "{e}" in name:
@@ -139,8 +144,15 @@ def _describe_matrix(p: Parameter, shape: tuple[int, ...], vector: bool) -> Matr
     return MatrixPart(p.name, shape, rows, prod(shape) // rows, Box.whole_tensor(shape))
 
 
+def _describe_heads(p: Parameter, shape: tuple[int, ...], number: int, groups: int, vector: bool) -> MatrixPart:
+    """Describe the heads of one of the `groups` in our parameter `p` as transformers stores them."""
+    heads, columns = shape[0] // groups, 1 if vector else shape[-1]
+    box = Box((number * heads, *(0 for _ in shape[1:])), (heads, *shape[1:]))
+    return MatrixPart(p.name, shape, heads * prod(shape[1:]) // columns, columns, box)
+
+
 def _describe_one_matrix(p: Parameter, shape: tuple[int, ...], number: int) -> MatrixPart:
-    """Describe the matrix or bias of one expert, or head, in our parameter `p` as transformers stores it."""
+    """Describe the matrix or bias of one expert in our parameter `p` as transformers stores it."""
     rows, columns = shape[1], prod(shape[2:])
     return MatrixPart(p.name, shape, rows, columns, Box((number, *(0 for _ in shape[1:])), (1, *shape[1:])))
 
@@ -192,9 +204,10 @@ _NOT_OF_FUNCTION = (
 _OWN = (*_NOT_OF_FUNCTION, "settings", "length", "tied")  # not at a default where config.json says nothing
 _OF_EXPERTS = (
     *("experts_per_token", "experts_every", "dense_layers", "expert_d_ff", "expert_bias", "shared_experts"),
-    *("router", "router_normalised", "router_scale", "router_bias"),
+    *("shared_expert_gate", "router", "router_normalised", "router_scale", "router_bias"),
 )
 _OF_LATENTS = ("q_latent", "d_rope", "d_value")
+_OF_DELTA_RULES = ("linear_key_heads", "linear_value_heads", "linear_d_key", "linear_d_value", "linear_taps")
 _OF_GROUPS = ("router_groups", "router_groups_kept", "router_group_best")
 _OF_ROTATIONS = ("rope_theta", "rope_pairs", "rope_share", "no_rope_layers", "window_rope_theta")
 _ROTARY = ("rope_factor", "rope_original_length", "rope_low", "rope_high", "rope_magnitude", "rope_short", "rope_long")
@@ -266,13 +279,14 @@ def functional_keys(m: Model) -> dict[str, Any]:
         keys["window_layers"] = []
     if not m.window or (m.window_rope_theta == m.rope_theta and m.rope_scaling == "none"):
         keys["window_rope_theta"] = 0.0
-    keys["no_rope_layers"] = sorted({*m.no_rope_layers})
+    keys["no_rope_layers"], keys["linear_layers"] = sorted({*m.no_rope_layers}), sorted({*m.linear_layers})
     unused = [] if m.positions == "rope" else [*_OF_ROTATIONS, "rope_scaling", *_ROTARY]
     unused += _ROTARY if m.rope_scaling == "none" else []
     unused += ["rope_truncate"] if m.rope_scaling != "yarn" else []
     unused += [] if m.experts else _OF_EXPERTS
     unused += ["d_ff"] if m.experts and m.experts_every == 1 and not m.dense_layers else []
     unused += [] if m.kv_latent else _OF_LATENTS
+    unused += [] if m.linear_layers else _OF_DELTA_RULES
     unused += [] if m.experts and m.router_groups_kept < m.router_groups else _OF_GROUPS
     unused += ["length"] if m.positions == "relative" else ["buckets", "distance"]
     return {key: value for key, value in keys.items() if key not in unused}

@@ -17,6 +17,7 @@ from tests.answers.cached import logits_seen, say, some_texts, uncached, whole_w
 from tests.harness.oracle import MODELS, configure
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
+from tests.runtime.oracle.test_delta_rule import NEXT
 from tests.runtime.oracle.test_words import WORDS
 
 TOKENS = 6
@@ -167,6 +168,18 @@ def examine(c):
         assert [w.ids for w in s.written] == rows
         for found, want in zip(s.scored, scores, strict=True):
             assert abs(found.log_probability - want) <= 1e-9 * abs(want) + 1e-9 and found.greedy
+
+
+OF_DELTA_RULES = {
+    "alone": {},
+    "1d_sp, stages": {"tensor": "1d_sp", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2},
+    "2d, zero": {"tensor": "2d", "axes": {"r": 1, "c": 2}, "data": 2, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("name", OF_DELTA_RULES)
+def test_delta_rules_go_on_from_their_states(name):
+    examine(configure(microbatch=8, global_batch=16, **{**NEXT, **SMALL}, **OF_DELTA_RULES[name]))
 
 
 OF_EXPERTS = {

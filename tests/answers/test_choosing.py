@@ -12,6 +12,7 @@ from platform.train.generator import choose_tokens, restrict_logits
 from platform.train.replies import AskedTexts, Choice
 from tests.answers.cached import say, uncached, whole_weights
 from tests.harness.oracle import MODELS, configure
+from tests.runtime.oracle.test_delta_rule import NEXT
 
 LOGITS = torch.tensor([[0.0, 1.0, 3.0, 2.0, -1.0]], dtype=torch.float64)
 
@@ -55,7 +56,7 @@ SMALL = {"layers": 1, "d_model": 16, "heads": 4, "length": 16, "vocab": 5, "tied
 @pytest.mark.parametrize(
     ("scheme", "axes", "model"),
     [("serial", {}, {}), ("1d_sp", {"t": 2}, {}), ("2d", {"r": 2, "c": 2}, {}), ("3d", {"x": 2, "y": 2, "z": 1}, {}),
-     ("1d_sp", {"t": 2}, {**MODELS["t5"], "source_length": 16})],
+     ("1d_sp", {"t": 2}, {**MODELS["t5"], "source_length": 16}), ("serial", {}, NEXT)],
 )  # fmt: skip
 @pytest.mark.parametrize("penalty", [1.0, 0.0])
 def test_many_beams_find_the_best_of_all_continuations(scheme, axes, model, penalty):

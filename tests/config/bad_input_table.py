@@ -199,6 +199,12 @@ model.rope_share=0.5 | model.rope_share=0.5: model.positions=learned has no rota
 model.rope_share=0.5 model.positions=rope model.d_kv=6 | model.rope_share=0.5: rotates 3 of 6 elements: needs | 0.66
 model.positions=rope model.rope_short=[1] | model.rope_short=[1.0]: has 1 numbers; model.rope_scaling=none has one | []
 model.kv_latent=8 model.rope_share=0.5 | model.rope_share=0.5: model.kv_latent=8 rotates model.d_rope elements | 1
+model.linear_layers=[9] | model.linear_layers=9: layers are 0 to 3 | 3
+model.linear_layers=[1] model.linear_value_heads=6 model.linear_key_heads=4 | model.linear_value_heads=6: must be a | 8
+model.linear_layers=[1] parallel.context=2 | parallel.context=2: model.linear_layers need each sequence whole | 1
+model.linear_layers=[1] model.kind=encoder | model.linear_layers=[1]: model.kind=encoder: a delta rule reads | []
+model.shared_expert_gate=true | model.shared_expert_gate=true: there are no shared experts | false
+model.kv_latent=8 model.attention_gate=true | model.attention_gate=true: model.kv_latent=8 has no gate | false
 model.no_rope_layers=[1] | model.no_rope_layers=[1]: model.positions=learned has no rotations | []
 model.positions=rope model.no_rope_layers=[1,9] | model.no_rope_layers=9: layers are 0 to 3 | 3
 model.positions=rope model.window_rope_theta=50 | model.window_rope_theta=50.0: model.window=0 is no window | 0

@@ -49,7 +49,20 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
         m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
         m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
         draw_experts(r, m)
+    if m.kind == "decoder" and need.get("length", 1) == need.get("d_kv", 1) == 1:
+        draw_delta_rules(Random(repr(m)), m, need)
     return m
+
+
+def draw_delta_rules(r: Random, m: Model, need: Mapping[str, int]) -> None:
+    """Draw layers with a delta rule in place of attention, and the gates of models that have them."""
+    m.attention_gate = not m.kv_latent and r.random() < 0.2
+    m.shared_expert_gate = bool(m.experts and m.shared_experts) and r.random() < 0.4
+    if r.random() < 0.3:
+        m.linear_layers = r.choice(([0], [m.layers - 1], [*range(m.layers)]))
+        m.linear_key_heads = need.get("heads", 1) * r.choice((1, 2))
+        m.linear_value_heads = m.linear_key_heads * r.choice((1, 2, 3))
+        m.linear_d_key, m.linear_d_value, m.linear_taps = r.choice((2, 3)), r.choice((0, 4)), r.choice((1, 2, 4))
 
 
 def draw_uneven(r: Random, m: Model, need: Mapping[str, int]) -> None:
@@ -59,7 +72,7 @@ def draw_uneven(r: Random, m: Model, need: Mapping[str, int]) -> None:
         least = max(2, need.get(dim, 1))
         return r.randint(least, 2 * least + 1)
 
-    m.heads, m.d_ff, m.hidden = size("heads"), size("d_ff"), size("hidden")
+    m.heads, m.d_ff, m.hidden, m.linear_layers = size("heads"), size("d_ff"), size("hidden"), []
     if not m.kv_latent:
         m.kv_heads = r.choice((0, *(k for k in range(1, m.heads + 1) if m.heads % k == 0)))
         if r.random() < 0.3:

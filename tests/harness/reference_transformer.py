@@ -99,8 +99,45 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
     if c.attention_sinks:
         s = torch.cat([s, w[f"{name}.sink"].view(-1, 1, 1).expand(*s.shape[:3], 1)], -1)
     p = torch.softmax(s, -1)[..., : k.shape[2]]
-    y = (p @ v).transpose(1, 2).flatten(2) @ w[f"{name}.output"].flatten(1).t()
+    y = (p @ v).transpose(1, 2).flatten(2)
+    y = y * torch.sigmoid(x @ w[f"{name}.gate"].flatten(0, 1).t()) if c.attention_gate else y
+    y = y @ w[f"{name}.output"].flatten(1).t()
     return y + w[f"{name}.output_bias"] if f"{name}.output_bias" in w else y
+
+
+def delta(c: Model, w: Weights, name: str, x: Tensor, begins: Tensor | None) -> Tensor:
+    """A gated delta rule and its convolutions, one token after another; x [batch, length, d_model]."""
+
+    def made(kind: str) -> Tensor:
+        weight = w[f"{name}.{kind}"]
+        y = (x @ weight.flatten(0, -2).t()).unflatten(-1, weight.shape[:-1])
+        if (taps := w.get(f"{name}.{kind}_taps")) is None:
+            return y
+        rows = []
+        for t in range(x.shape[1]):
+            row = torch.zeros_like(y[:, 0])
+            for back in range(min(taps.shape[-1], t + 1)):
+                seen = torch.ones(len(y)) if begins is None else (t - back >= begins[:, t]).to(y.dtype)
+                row = row + taps[..., -1 - back] * y[:, t - back] * seen[:, None, None]
+            rows.append(row / (1 + torch.exp(-row)))
+        return torch.stack(rows, 1)
+
+    q, k, v, gate, strength, decay = map(made, ("query", "key", "value", "gate", "strength", "decay"))
+    q, k = (y / (y.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    q, k = (y.repeat_interleave(v.shape[2] // k.shape[2], 2) for y in (q / math.sqrt(q.shape[-1]), k))
+    state, rows = torch.zeros(*v[:, 0].shape[:2], k.shape[-1], v.shape[-1], dtype=x.dtype), []
+    for t in range(x.shape[1]):
+        if begins is not None:
+            state = state * (begins[:, t] < t)[:, None, None, None]
+        lost = torch.exp(w[f"{name}.rate"]) * F.softplus(decay[:, t] + w[f"{name}.shift"])
+        state = state * torch.exp(-lost)[..., None, None]
+        new = torch.sigmoid(strength[:, t])[..., None] * (v[:, t] - (k[:, t, :, None] @ state)[:, :, 0])
+        state = state + k[:, t, ..., None] * new[:, :, None]
+        rows.append((q[:, t, :, None] @ state)[:, :, 0])
+    y = torch.stack(rows, 1)
+    y = y / (y.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.head_norm.gain"]
+    y = y * gate / (1 + torch.exp(-gate))
+    return y.flatten(2) @ w[f"{name}.output"].flatten(1).t()
 
 
 def feed_forward(c: Model, w: Weights, name: str, x: Tensor) -> Tensor:
@@ -175,7 +212,11 @@ def stack(
             mine = replace(c, rope_theta=c.window_rope_theta, rope_scaling="none")
         if i in c.no_rope_layers:
             mine = replace(c, positions="none")
-        x = layer(f"{name}.attention", x, lambda y: attention(mine, w, f"{name}.attention", y, y, added))  # noqa: B023
+        if i in c.linear_layers:
+            afresh = begins if c.within_documents else None
+            x = layer(f"{name}.delta", x, lambda y: delta(c, w, f"{name}.delta", y, afresh))  # noqa: B023
+        else:
+            x = layer(f"{name}.attention", x, lambda y: attention(mine, w, f"{name}.attention", y, y, added))  # noqa: B023
         if memory is not None:
             unseen = HIDDEN * memory_padding[:, None, None].to(x.dtype)
             x = layer(f"{name}.cross", x, lambda y: attention(c, w, f"{name}.cross", y, memory, unseen))  # noqa: B023

@@ -32,7 +32,8 @@ PLAN = """
     StoredStates
 """.split()
 OPERATIONS = """
-    attention combine combine_rows concatenate cross_entropy dispatch dispatch_rows dropout einsum expand_kv
+    attention combine combine_rows concatenate convolve cross_entropy delta_rule dispatch dispatch_rows dropout
+    einsum expand_kv
     features fused_attention jitter linear_cross_entropy lookup mlp norm one_hot pointwise pointwise_each
     project recall recurrence reduce relative_bias relayout relayout_each remember reshape residual
     residual_norm ring_attention rotate route scale sequence_mean shift sinusoid softmax split_branches squared_error

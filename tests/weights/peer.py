@@ -44,6 +44,12 @@ GEMMA: dict[str, Any] = {
     **LLAMA, "num_hidden_layers": 3, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 7,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None,
 }  # fmt: skip
+NEXT: dict[str, Any] = {
+    **LLAMA, "num_hidden_layers": 3, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5, "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rms_norm_eps": 1e-2,  # the norm of what heads read of a state divides by its size, and so multiplies its rounding
+}  # fmt: skip
 GLM_MOE: dict[str, Any] = {
     **LLAMA, "head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "n_group": 4,
     "topk_group": 2, "routed_scaling_factor": 1.5, "attention_bias": True,
@@ -81,6 +87,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 8, "num_experts": 5,
                   "num_experts_per_tok": 3, "moe_intermediate_size": 12, "num_hidden_layers": 4,
                   "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "qwen3_next": ("Qwen3Next", "Qwen3NextForCausalLM", {**NEXT, "num_experts": 5, "num_experts_per_tok": 3,
+                   "moe_intermediate_size": 12, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
+    "qwen3_5_text": ("Qwen3_5Text", "Qwen3_5ForCausalLM", NEXT),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", "Qwen3_5MoeForCausalLM", {
+        **{key: value for key, value in NEXT.items() if key != "intermediate_size"}, "num_experts": 5,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12}),
     "olmoe": ("Olmoe", "OlmoeForCausalLM", {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOss", "GptOssForCausalLM", {**LLAMA, "head_dim": 8, "num_local_experts": 5, "sliding_window": 7,
                 "num_experts_per_tok": 3, "rope_parameters": {**ROTARY, "rope_type": "yarn", "truncate": False}}),
@@ -140,6 +152,10 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe, odd": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**LLAMA, "head_dim": 6, "num_experts": 4,
                        "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True,
                        "mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5}),
+    "qwen3_next, moe, odd": ("Qwen3Next", "Qwen3NextForCausalLM", {**NEXT, "num_experts": 4, "num_experts_per_tok": 2,
+                             "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "layer_types": None,
+                             "norm_topk_prob": False, "attention_bias": True, "linear_num_value_heads": 2,
+                             "num_hidden_layers": 5, "tie_word_embeddings": True}),
     "deepseek_v2, greedy": ("DeepseekV2", "DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None,
                             "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "rms_norm_eps": 1e-2,
                             "rope_parameters": {**ROTARY, "rope_type": "yarn", "attention_factor": 1.25}}),
@@ -202,7 +218,7 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
     with in_double() if double else contextlib.nullcontext():
         torch.manual_seed(0)
         model = getattr(library, kind)(getattr(library, f"{config}Config")(**{**keys, **more})).eval()
-        if any(getattr(model.config, key, 0) for key in ("num_local_experts", "n_routed_experts")):
+        if any(getattr(model.config, key, 0) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
             model.set_experts_implementation("eager")  # whose products are there in fp64
         if name == "t5, 1.1":  # as the real ones are: with a head of its own
             model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))

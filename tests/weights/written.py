@@ -20,6 +20,9 @@ LLAMA: dict[str, Any] = {**SMALL, "kv_heads": 2, "norm": "rmsnorm", "activation"
 LATENT: dict[str, Any] = {**LLAMA, "kv_heads": 0, "d_kv": 6, "kv_latent": 8, "q_latent": 10, "d_rope": 2, "d_value": 4,
                           "rope_pairs": "neighbours", "experts": 4, "expert_d_ff": 12, "shared_experts": 1,
                           "dense_layers": [0]}  # fmt: skip
+NEXT: dict[str, Any] = {**LLAMA, "norm": "rmsnorm_centred", "query_key_norm": True, "attention_gate": True, "d_kv": 8,
+                        "rope_share": 0.25, "linear_layers": [0], "linear_key_heads": 2, "linear_value_heads": 4,
+                        "linear_d_key": 6, "linear_d_value": 5}  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {
     "gpt2": {**SMALL, "activation": "gelu_tanh"},
     "llama": LLAMA,
@@ -45,6 +48,11 @@ OURS: dict[str, dict[str, Any]] = {
     "mixtral": {**LLAMA, "d_ff": 0, "expert_d_ff": 24, "experts": 4, "window": 4},
     "qwen3_moe": {**LLAMA, "query_key_norm": True, "d_kv": 6, "expert_d_ff": 12, "experts": 4, "experts_every": 2,
                   "window": 4},
+    "qwen3_next": {**NEXT, "experts": 4, "expert_d_ff": 12, "shared_experts": 1, "shared_expert_gate": True,
+                   "dense_layers": [0]},
+    "qwen3_5_text": NEXT,
+    "qwen3_5_moe_text": {**NEXT, "d_ff": 0, "experts": 4, "expert_d_ff": 12, "shared_experts": 1,
+                         "shared_expert_gate": True},
     "olmoe": {**LLAMA, "query_key_norm": True, "query_key_norm_over": "heads", "d_ff": 0, "expert_d_ff": 12,
               "experts": 4, "router_normalised": False},
     "gpt_oss": {**LLAMA, "activation": "swiglu_clamped", "d_ff": 0, "expert_d_ff": 12, "experts": 4,

@@ -78,19 +78,19 @@ class AttentionOp(Op):
 @dataclass
 class KeyValueCache:
     """Keys and values of the sequences under way: this rank's blocks [length, batch, ...] by the attention that reads
-    them, with room for `capacity` tokens under causal attention, of which ranks that share these have a part each.
-    `first`: the sequence at which each block begins."""
+    them, with room for `capacity` tokens under causal attention, of which ranks that share these have a part each; and
+    states along the sequence [..., batch, ...]. `first`: the sequence at which each block begins."""
 
     capacity: int
-    blocks: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    blocks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
 
     def reorder_sequences(self, rows: Any) -> None:
         """Let attention operations go on in sequence i from keys and values of sequence `rows[i]` on the same ranks."""
         for name, first in self.first.items():
-            k, v = self.blocks[name]
-            mine = (rows[first : first + k.shape[1]] - first).to(k.device)
-            self.blocks[name] = k.index_select(1, mine), v.index_select(1, mine)
+            blocks = self.blocks[name]
+            mine = (rows[first : first + blocks[0].shape[1]] - first).to(blocks[0].device)
+            self.blocks[name] = tuple(x.index_select(1, mine) for x in blocks)
 
 
 class RememberOp(Op):

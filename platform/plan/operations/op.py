@@ -111,6 +111,10 @@ class Op:
         """Return the forward FLOPs of this operation's matrix products on all ranks. `sizes`: global, of model dims."""
         return 0.0
 
+    def count_block_flops(self, planner: Planner, operation: Operation) -> float:
+        """Return the forward FLOPs of a rank's products in an operation that is neither an einsum nor attention."""
+        return 0.0
+
     def accesses_of_both_passes(
         self, operation: Operation, operations: Mapping[tuple[str, str], PlannedOperation]
     ) -> tuple[float, float]:

@@ -186,6 +186,7 @@ class Recorder(Ops):
 
 
 _ELSEWHERE = "on another axis, or on none"
+OWN_HEADS = "linear_key_heads", "linear_value_heads"  # keys of heads of delta rules, whose dim is heads too
 KEYS = {"batch": "train.microbatch", "length": "model.length", "memory_length": "model.length"}
 
 
@@ -246,7 +247,9 @@ def _division_message(planner: Planner, d: str, size: int, axes: Sequence[str], 
     if size % n == 0 or (d == "vocab" and not planner.scheme.uneven) or (planner.can_cut_unevenly(d) and size >= n):
         return None
     has_own_length = d in ("length", "memory_length") and size != planner.sizes[d]
-    key = "model.source_length" if has_own_length else KEYS.get(d, f"model.{d}")
+    linear = [name for name, n in planner.sizes.items() if name in OWN_HEADS and n == size != planner.sizes[d]]
+    own = f"model.{linear[0]}" if d == "heads" and linear else KEYS.get(d, f"model.{d}")
+    key = "model.source_length" if has_own_length else own
     axis_extents = " x ".join(f"{planner.scheme.key_of_axis(a)}={planner.mesh.axes[a]}" for a in axes)
     sizes = " or ".join(str(k) for k in _legal_sizes(planner, d, size, n) if k and d != "rows")  # which no key sets
     either = f"{key}={sizes}, or " if sizes else ""

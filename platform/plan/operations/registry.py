@@ -8,6 +8,7 @@ from typing import Any
 from platform.plan.model_types import NO_RECOMPUTATION, Adapter, Operation, Parameter, Recompute, Spec, resize_dim
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.attention import AttentionOp, KeyValueCache, RecallOp, RememberOp, SoftmaxOp
+from platform.plan.operations.delta_rule import ConvolveOp, DeltaRuleOp
 from platform.plan.operations.einsums import ProductOp, ProjectOp
 from platform.plan.operations.experts import CombineOp, CombineRowsOp, DispatchOp, DispatchRowsOp, RouteOp
 from platform.plan.operations.fused_attention import FusedAttentionOp, RingAttentionOp
@@ -59,6 +60,7 @@ class Ops:
     split_branches, sum_branches = SplitBranchesOp(), SumBranchesOp()
     reduce, expand_kv = ReduceOp(), ExpandKvOp()
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
+    convolve, delta_rule = ConvolveOp(), DeltaRuleOp()
     pointwise, pointwise_each, scale = PointwiseOp(), PointwiseBySliceOp(), ScaleOp()
     dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
     jitter, mlp = JitterOp(), MlpOp()

@@ -16,6 +16,7 @@ from tests.harness.live import count
 from tests.harness.oracle import MODELS, configure
 from tests.harness.routing import to_the_first
 from tests.harness.wide_sums import kernels_on_cpus
+from tests.runtime.oracle.test_delta_rule import NEXT
 
 MODEL: dict[str, Any] = {"layers": 3, "d_model": 64, "length": 32, "vocab": 256, "heads": 4, "precision": "fp32"}
 STAGES: dict[str, Any] = {"stages": 2, "microbatch": 2, "global_batch": 16, "layers": 4}
@@ -56,6 +57,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "soft caps": {"length": 512, "attention_cap": 1.0, "logit_cap": 1.0, "layers": 2},
     "soft caps, bf16, documents": {"length": 512, "attention_cap": 1.0, "logit_cap": 1.0, "precision": "bf16",
                                    "layers": 2, "within_documents": True},
+    "delta rules": {**NEXT, "length": 160, "layers": 2},
+    "delta rules, bf16, 1d": {**NEXT, "length": 160, "layers": 2, "precision": "bf16", "tensor": "1d",
+                              "axes": {"t": 2}},
     "sinks, bf16": {"length": 512, "attention_sinks": True, "precision": "bf16", "layers": 2},
     "sinks and a window, 1d": {"length": 512, "window": 64, "attention_sinks": True, "tensor": "1d", "axes": {"t": 2}},
 }  # fmt: skip
