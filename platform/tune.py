@@ -128,8 +128,7 @@ def _violations_of_options(arguments: Namespace) -> Iterator[str]:
 
 
 def _check_overrides(arguments: Namespace) -> None:
-    """Raise ConfigError for each KEY=VALUE of a command line of `platform.tune` that is wrong by itself, with any model
-    and data."""
+    """Raise ConfigError for each KEY=VALUE of the command line that is wrong with any model and data."""
     with open_composer(arguments.config_dir) as composer:
         config, _, refused = composer.compose_arguments(arguments.overrides)
     refuse_all([*(format_hydra_error(argument, error) for argument, error in refused), *list_value_violations(config)])
@@ -157,8 +156,7 @@ def _read_model(location: str) -> dict[str, Any]:
 
 
 def _read_data(location: str, kind: str) -> dict[str, Any]:
-    """Return the keys by which a run reads the data at `location`, of a typed `kind` or, if that is "", of the one that
-    its first records have. Raises ConfigError."""
+    """Return the keys that read the data at `location`, of a typed `kind` or of what its first records show."""
     return {"data": kind or recognise_kind(location, "DATA"), "data.path": location}
 
 

@@ -107,8 +107,7 @@ def restore_handlers(old_handlers: Mapping[int, Any]) -> None:
 
 @contextmanager
 def keep_handlers() -> Iterator[None]:
-    """Restore, after the block, the handlers of signals of ENDING as they were before it: in it a command runs after
-    which another one, which handles them too, goes on in this process."""
+    """Restore handlers of signals of ENDING after the block, in which a command handles them too."""
     is_main = threading.current_thread() is threading.main_thread()
     old_handlers = {number: signal.getsignal(number) for number in ENDING if is_main}
     yield

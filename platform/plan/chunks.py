@@ -259,8 +259,7 @@ class Bucket:
 
     @property
     def frees_weights(self) -> bool:
-        """Return True if ranks have this bucket's compute copies while a span reads them alone: they keep a shard, and
-        gather it (ZeRO-3), or keep 4 bits of each."""
+        """Return True if ranks have this bucket's compute copies only while a span reads them."""
         return self.zero == 3 or self.quantised
 
     def count_kept_bytes(self, itemsize: int) -> int:

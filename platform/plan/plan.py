@@ -373,8 +373,7 @@ class Plan:
 
     @cached_property
     def sub_grid_coordinates(self) -> list[dict[str, int]]:
-        """Return the mesh coordinates of workers of which one has the most of a stage: the first worker alone, or one
-        of each sub-grid where branches that are not alike are dealt to them."""
+        """Return the coordinates of a worker of each sub-grid, where unlike branches are dealt to them, or of one."""
         axes = self.planner.branch_axes if any(p.place for p in self.parameters) else ()
         return [self.mesh.rank_coordinates(rank) for rank in self.mesh.group_of_rank(0, axes)]
 

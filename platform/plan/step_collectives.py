@@ -159,8 +159,7 @@ DECODED = {True: (0.5 + 3 * 4 / NF4_BLOCK, 2), False: (0.5 + 2 * 2 + 2 * 4 + 3 *
 
 
 def list_decodings(plan: Plan, chunk: Chunk, compiles: bool) -> Iterator[tuple[str, float, int]]:
-    """Yield (phase, bytes read and written, kernels) for each bucket in 4 bits of which a pass of a chunk makes
-    numbers. `plan`: the stage's plan; `compiles`: True if functions are compiled."""
+    """Yield (phase, bytes moved, kernels) for each bucket in 4 bits of which a pass of a chunk makes numbers."""
     spans, (beside, kernels) = plan.buckets_by_chunk_span[chunk.number], DECODED[compiles]
     for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
         for elements in (b.elements for b in buckets if b.quantised):

@@ -52,8 +52,7 @@ class SnapshotPrice(NamedTuple):
 
     @property
     def interval_steps(self) -> int:
-        """Return the steps to plan between snapshots: as few as a copy to the host and a transfer, which go on
-        together, have time for, or as failures make best."""
+        """Return the steps between snapshots: as few as transfers have time for, or as failures make best."""
         fewest = ceil(max(self.seconds, self.copy) / self.step) if self.step else 1
         return max(1, fewest, int(best_interval(self.cost, self.mean) / self.usual) if self.usual else 1)
 

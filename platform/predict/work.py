@@ -360,8 +360,7 @@ def _iterate_row_specs(o: Operation) -> Iterator[Spec]:
 
 
 def find_accessed_spec(o: Operation) -> Spec:
-    """Return the activation of whose elements an operation's accesses of memory are counted: rows that it moves, or
-    else the first that it makes."""
+    """Return the activation whose elements an operation accesses: rows that it moves, or the first that it makes."""
     moved = _iterate_row_specs(o) if OPERATIONS[o.kind].moves_rows else iter(())
     return next(moved, None) or next(t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec))
 

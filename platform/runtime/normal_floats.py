@@ -45,14 +45,12 @@ def encode_weights(weights: Tensor) -> Tensor:
 
 
 def make_numbers(codes: Tensor, scales: Tensor, pairs: Tensor, into: Tensor) -> Tensor:
-    """Write to `into` [blocks, NF4_BLOCK] the values of `codes`, of which a byte has two, times `scales` [blocks, 1];
-    return it. `pairs`: the two values of each byte."""
+    """Write values of `codes`, by the `pairs` of a byte, times `scales` [blocks, 1] to `into` [blocks, NF4_BLOCK]."""
     return torch.mul(torch.embedding(pairs, codes.int()).view(into.shape), scales, out=into)
 
 
 def decode_weights(stored: Tensor, into: Tensor, make: Callable[..., Tensor] = make_numbers) -> Tensor:
-    """Write weights that are `stored` in 4 bits, uint8 [blocks, NF4_BYTES], to the flat tensor `into`; return it.
-    `make`: `make_numbers`, perhaps compiled."""
+    """Write weights `stored` in 4 bits, uint8 [blocks, NF4_BYTES], to the flat tensor `into`; return it."""
     pairs = _build_value_pairs(stored.device)
     piece = NF4_PIECE.get(stored.device.type, NF4_PIECE["cuda"]) // NF4_BLOCK
     for blocks, numbers in zip(stored.split(piece), into.view(-1, NF4_BLOCK).split(piece), strict=True):

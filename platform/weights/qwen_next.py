@@ -56,8 +56,7 @@ def _write_linear_layers(m: Model) -> dict[str, Any]:
 
 
 def _read_shared_experts(config_json: ConfigJson) -> dict[str, Any]:
-    """Return our model keys for the shared experts of a Qwen3-Next config.json, which are as wide as all together.
-    Raises Inexpressible."""
+    """Return our model keys for the shared experts of a Qwen3-Next config.json. Raises Inexpressible."""
     width = read_value(config_json, _SHARED, 512, (int,))
     each = read_value(config_json, "moe_intermediate_size", 512, (int,))
     if each <= 0 or width <= 0 or width % each:

@@ -133,8 +133,7 @@ class GenerationFormer:
         self._formed = True
         uncompiled = built[0].uncompiled or self._rehearse_step(crew, job, step + 1)
         compiled = self._say_what_compiles(plan, job.device, uncompiled)
-        held = built[0].parameters
-        self._journal.write(events.Running(step=step + 1, parameters_per_worker=held, **compiled))
+        self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0].parameters, **compiled))
         timeline = None
         if self._config.monitor.timeline:
             names, stages = [job.rank_name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
@@ -245,8 +244,7 @@ class GenerationFormer:
         return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), "")
 
     def _say_what_compiles(self, plan: Plan, device: str, uncompiled: str) -> dict[str, Any]:
-        """Say which blocks the generation that forms compiles whole, and why not others, or why it is `uncompiled`.
-        Return the fields of the journal's record."""
+        """Say which blocks are compiled whole, and why not others; return the fields of the journal's record."""
         blocks, rate = list[str](), self._config.model.dropout
         if not uncompiled and may_compile(self._config.train.compile, device):
             blocks = describe_blocks(reasons_against_whole_blocks(plan, device, rate))

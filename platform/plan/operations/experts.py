@@ -192,8 +192,7 @@ SORTED = 2  # accesses of rows that are put in the order of their experts, from 
 
 
 def add_row_accesses(op: Op, operation, operations, forward: int, backward: int) -> tuple[float, float]:
-    """Return an operation's accesses of rows in both passes. `forward` and `backward`: sums by token that each pass
-    reads or writes too. Rows that ranks exchange are also put in order."""
+    """Return an operation's accesses of rows by pass; `forward`, `backward`: sums by token that each reads too."""
     planned, each = operations.get((operation.kind, operation.name)), 1 / operation["chosen"]
     moved = SORTED * any(c.op == "all_to_allv" for c in planned.collectives) if planned else 0
     first, second = op.memory_accesses

@@ -89,8 +89,7 @@ class Ops:
         return ("fused_attention", name) in self.plan.operations
 
     def uses_ring_attention(self, name: str, spec: Spec, kv: Spec, apart: bool) -> bool:
-        """Return True if keys of type `kv` go around ranks in the attention `name`, or lie on one, if no kernel of a
-        whole attention computes it: it stays `apart`."""
+        """Return True if keys go around ranks in attention `name`, or on one as no whole kernel computes it."""
         return ("ring_attention", name) in self.plan.operations
 
     def is_dim_split(self, spec: Spec, dim: str) -> bool:
