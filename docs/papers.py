@@ -338,8 +338,14 @@ SAYS = {  # name of a table -> what is said above it
     "planned; elements of one pass. Counters on ranks measure the all-reduced ones (`python -m pytest "
     "tests/runtime/oracle/test_two_layer.py`, 2026-11-29).",
     "shazeer_appendix_b": "A product of square matrices of length u on 64 ranks, each with the blocks of all three.",
-    "shazeer_table_2": "By the digit that is printed.",
-    "shazeer_table_3": "Likewise.",
+    "shazeer_table_2": "By the digit that is printed. In miniature, quality rises with size as in the paper: 1,500 "
+    "steps of 1,024 tokens end with validation losses of 3.751, 3.703, 3.665 and 3.640 for a d_ff of 128, 256, 512 "
+    "and 1,024 with 2, 4, 8 and 16 heads, one seed each (`python -m platform.launch -m "
+    "+experiment=paper/shazeer_table_2 train.steps=1500 eval.every=500 optimizer.lr=1.5e-3 optimizer.warmup_steps=60 "
+    "cluster=inline parallel.data=1 tensor=serial train.microbatch=16 model.layers=2 model.d_model=64 model.d_kv=16 "
+    "model.length=64 model.vocab=512`, 2 CPU cores, 2026-11-29). The learning rate has to be one that the widest "
+    "model bears: with `optimizer.lr=5e-3`, 600 steps end with 3.887 for a d_ff of 256 and 4.123 for 1,024.",
+    "shazeer_table_3": "By the digit that is printed.",
 }
 
 
