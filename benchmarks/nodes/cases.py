@@ -97,6 +97,25 @@ def cases() -> Iterator[Case]:
     }
     for rate in ("2500kbit", "100mbit", "1gbit"):
         yield Case("tensor scheme", rate, 1, {name: {**how, **SQUARE, **FEW} for name, how in schemes.items()})
+    yield from scaling_cases()
+
+
+def scaling_cases() -> Iterator[Case]:
+    """Yield the cases of weak and strong scaling (Bian et al., tables 1 and 2) from 4 to 8 ranks: of a model of half as
+    many weights, and of the same one."""
+    meshes = {
+        4: {"1d": (4,), "2d_gather": (2, 2), "3d": (2, 2, 1)},
+        8: {"1d": (8,), "2d_gather": (2, 4), "3d": (2, 2, 2)},
+    }
+    names = {"1d": "t", "2d_gather": "rc", "3d": "xyz"}
+    for ranks, widths in {4: (48, 64), 8: (64,)}.items():
+        yield Case(f"scaling, {ranks} ranks", "2500kbit", 1, {
+            f"{tensor}, d_model {width}": {
+                **{"tensor": tensor, "axes": dict(zip(names[tensor], sizes, strict=True)), **SQUARE, **FEW},
+                "d_model": width,
+            }
+            for width in widths for tensor, sizes in meshes[ranks].items()
+        }, ranks)  # fmt: skip
 
 
 def best_cuboid() -> dict[str, int]:
