@@ -55,7 +55,6 @@ RECIPES = {  # kind of data -> experiment -> tune; the first that fits is taken
     "preferences": {"preferences": "none", "preferences_lora": "lora"},
     "": {"fine_tune": "none", "lora": "lora"},  # of any other kind
 }
-TRAINED = {"none": "all weights", "lora": "adapters"}
 LENGTH = 4096  # tokens of a sequence, where a model reads more and model.length does not say
 PLAIN = re.compile(r"[\w./:@+-]+")  # values that need no quotes in Hydra's grammar
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -74,9 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launched: list[str] = []
 
     def choose_command(parsed: Namespace) -> int:
-        """Print the choice of a command line of `platform.tune`, and note its command, unless that has --plan."""
-        command = _compose_command(parsed)
-        launched.extend([] if parsed.plan else command)
+        """Print the choice of a command line of `platform.tune`, and note the words that it launches."""
+        launched.extend(_compose_command(parsed))
         return launch.DONE
 
     with keep_handlers():  # of signals, which a run handles itself
@@ -89,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compose_command(arguments: Namespace) -> list[str]:
-    """Print what a command line of `platform.tune` chooses, why, and the command of platform.launch for it; return the
-    words of that. Raises ConfigError with all mistakes."""
+    """Print what a command line of `platform.tune` chooses, why, and the command of platform.launch for it; return its
+    words, none with --plan. Raises ConfigError with all mistakes."""
     typed, lines = parse_typed_values(arguments.overrides), [*_violations_of_options(arguments)]
     kind = str(typed.get("data") or typed.get("data.kind") or "")
     keys: dict[str, Any] = {}
@@ -101,10 +99,11 @@ def _compose_command(arguments: Namespace) -> list[str]:
         with _collect_violations(lines):
             _check_overrides(arguments)
     refuse_all(lines)
-    recipe = _choose_recipe(_list_experiments(keys["data"], typed), keys, typed, arguments)
-    print_line(f"recipe: {recipe.experiment}, {recipe.reason}")
-    print_line(Command(recipe.words, arguments.config_dir).resume_line())
-    return [*(["--config-dir", arguments.config_dir] if arguments.config_dir else []), *recipe.words]
+    choice, words = _choose_recipe(_list_experiments(keys["data"], typed), keys, typed, arguments)
+    print_line(f"recipe: {choice}")
+    print_line(Command(words, arguments.config_dir).resume_line())
+    own_files = ["--config-dir", arguments.config_dir] if arguments.config_dir else []
+    return [] if arguments.plan else [*own_files, *words]
 
 
 @contextmanager
@@ -200,19 +199,12 @@ def _find_devices(config: Config, arguments: Namespace) -> Devices:
     return Devices(workers, device.memory if device else 0.0, hardware, keys)
 
 
-class Recipe(NamedTuple):
-    """Recipe that is chosen: its `experiment`, the `reason` for the user, and the `words` of its command."""
-
-    experiment: str
-    reason: str
-    words: list[str]
-
-
 def _choose_recipe(
     experiments: Sequence[str], keys: Mapping[str, Any], typed: Mapping[str, Any], arguments: Namespace
-) -> Recipe:
-    """Choose the experiment with which a run in its directory was begun, else the first that fits the devices. `keys`:
-    configuration keys beside the `typed` ones. Raises ConfigError with the mistakes of all if none can be run."""
+) -> tuple[str, list[str]]:
+    """Choose the experiment with which a run in its directory was begun, else the first that fits the devices; return
+    its name with the reason, and the words of its command. `keys`: configuration keys beside the `typed` ones. Raises
+    ConfigError with the mistakes of all if none can be run."""
 
     def format_words(experiment: str, more: Mapping[str, Any]) -> list[str]:
         """Return the arguments of platform.launch for an experiment of a tuning, with `more` keys."""
@@ -220,8 +212,7 @@ def _choose_recipe(
         untyped = {key: value for key, value in own.items() if key.lstrip("+") not in typed}
         return [*(f"{key}={_quote_if_needed(value)}" for key, value in untyped.items()), *arguments.overrides]
 
-    first, *_ = experiments
-    composed = compose_config(format_words(first, {}), arguments.config_dir)
+    composed = compose_config(format_words(experiments[0], {}), arguments.config_dir)
     refuse_all(violations_of_sources(composed.data, vocab=composed.model.vocab))
     devices = _find_devices(composed, arguments)
     candidates, lacks = {}, {}
@@ -231,10 +222,8 @@ def _choose_recipe(
             candidates[experiment] = words, compose_config(words, arguments.config_dir)
         except ConfigError as error:
             lacks[experiment] = error.violations[0]
-    for experiment, (words, config) in candidates.items():
-        if _has_begun(config):
-            return Recipe(experiment, f"with which the run in {config.run.dir} was begun", words)
-    for experiment, (words, config) in candidates.items():
+    begun = {name: candidate for name, candidate in candidates.items() if _has_begun(candidate[1])}
+    for experiment, (words, config) in (begun or candidates).items():
         try:
             needed = _predict_needed_memory(config, devices)
         except ConfigError as error:
@@ -242,9 +231,12 @@ def _choose_recipe(
             continue
         if arguments.workers:
             words = format_words(experiment, {**devices.keys, "parallel.data": config.parallel.data})
+        if begun:
+            return f"{experiment}, with which the run in {config.run.dir} was begun", words
         others = "".join(f"; {name}: {lack}" for name, lack in lacks.items())
+        trained = "all weights" if config.tune.kind == "none" else "adapters"
         size = f"{needed / 1e9:.3g} GB on each of {format_count(devices.workers, 'worker')}"
-        return Recipe(experiment, f"as {TRAINED[config.tune.kind]} take {size}{others}", words)
+        return f"{experiment}, as {trained} take {size}{others}", words
     raise ConfigError([f"{name}: {lack}" for name, lack in lacks.items()])
 
 

@@ -208,6 +208,9 @@ def test_a_run_keeps_the_recipe_with_which_it_was_begun(chosen, folder):
     assert in_this_process(*first, "run.dir=kept", "train.stop_at=1", cwd=folder).returncode == launch.DONE
     recipe, reason, _ = chosen("hf", "talks.jsonl", *INLINE, "run.dir=kept")
     assert (recipe, reason) == ("lora", f"with which the run in {folder}/kept was begun")
+    processes = [word.replace("inline", "processes") for word in INLINE]
+    recipe, _, words = chosen("hf", "talks.jsonl", *processes, "run.dir=kept", "--workers", "2")
+    assert recipe == "lora" and "parallel.data=2" in words, "it went on with all workers that there are"
     _, _, words = chosen("kept", "pairs.jsonl", *INLINE, "--plan")
     config = compose_config(words)
     assert config.train.init.startswith(f"{folder}/kept/checkpoints/step-00000001-") and config.model.d_model == 32
