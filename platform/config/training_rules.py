@@ -86,21 +86,18 @@ def _violations_of_delta_rules(config: Config) -> Iterator[str]:
     if m.shared_expert_gate and not (m.experts and m.shared_experts):
         yield violation_of_key(config, "model.shared_expert_gate", "there are no shared experts", [False])
     if m.attention_gate and m.kv_latent:
-        constraint = f"model.kv_latent={m.kv_latent} has no gate"
-        yield violation_of_key(config, "model.attention_gate", constraint, [False])
+        yield violation_of_key(config, "model.attention_gate", f"model.kv_latent={m.kv_latent} has no gate", [False])
     if not m.linear_layers:
         return
     if beyond := [n for n in m.linear_layers if n >= m.layers]:
         yield format_violation("model.linear_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
     if m.kind != "decoder":
-        constraint = f"model.kind={m.kind}: a delta rule reads from left to right"
-        yield violation_of_key(config, "model.linear_layers", constraint, [[]])
+        yield violation_of_key(config, "model.linear_layers", f"model.kind={m.kind}: a rule reads the past", [[]])
     if config.parallel.context > 1:
         yield violation_of_key(config, "parallel.context", "model.linear_layers need each sequence whole", [1])
     keys = m.linear_key_heads or m.heads
     if m.linear_value_heads % keys:
-        below = m.linear_value_heads // keys * keys
-        constraint = f"must be a multiple of {keys}, the heads of keys"
+        constraint, below = f"must be a multiple of {keys}, the heads of keys", m.linear_value_heads // keys * keys
         yield violation_of_key(config, "model.linear_value_heads", constraint, [below or keys, below + keys])
 
 

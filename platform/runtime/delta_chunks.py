@@ -37,10 +37,6 @@ class TokenPlaces(NamedTuple):
         begins = None if self.begins is None else self.begins.narrow(0, first, size)
         return TokenPlaces(self.first + first, begins)
 
-    def begun_within(self, x: Tensor) -> Tensor | None:
-        """Return where, [batch, 1, length], tokens of x [batch, heads, length] read no state from before the first."""
-        return None if self.begins is None else (self.begins >= self.first).t()[:, None]
-
     def hidden_pairs(self, size: int, device: torch.device) -> Tensor:
         """Return where a token, in its row, does not read what another of these `size` tokens writes, in its column."""
         at = torch.arange(self.first, self.first + size, device=device)
@@ -59,10 +55,9 @@ def _compute_chunk(arguments: Sequence[Tensor], state: Tensor, places: TokenPlac
     strength, total = strength.sigmoid(), (-rate.exp() * F.softplus(decay + shift)).cumsum(-1)
     hidden = places.hidden_pairs(q.shape[2], q.device)
     pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, -torch.inf).exp()
-    carried = total.exp()
-    if (begun := places.begun_within(total)) is not None:
-        carried = carried.masked_fill(begun, 0)
-    carried = carried.unsqueeze(-1)
+    carried = total.exp().unsqueeze(-1)
+    if places.begins is not None:  # a document that begins within reads no state from before
+        carried = carried.masked_fill((places.begins >= places.first).t()[:, None, :, None], 0)
     system = (k * strength.unsqueeze(-1)) @ k.mT * pairs
     wanted = strength.unsqueeze(-1) * (v - carried * (k @ state))
     written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -99,10 +99,11 @@ def _build_rules(llama: list[Rule]) -> list[Rule]:
     ]
 
 
-_LAYER, _DELTA, _OURS = "model.layers.{i}", "model.layers.{i}.linear_attn", "layers.{i}.delta"
+_LAYER, _DELTA = "model.layers.{i}", "model.layers.{i}.linear_attn"
+_ATTENTION, _OURS = "layers.{i}.attention", "layers.{i}.delta"
 _FIXED = {**LLAMA_FIXED, "norm": "rmsnorm_centred", "query_key_norm": True, "attention_gate": True}
+_DROPLESS = {**_FIXED, "capacity_factor": 0.0}
 _ROTARY = RotaryRule(share=0.25)
-_ATTENTION = "layers.{i}.attention"
 _GATED_QUERY = tuple(
     TensorRow(
         f"{_LAYER}.self_attn.q_proj.{kind}", (f"{_ATTENTION}.query{end}", f"{_ATTENTION}.gate{end}"), by_head=True
@@ -117,20 +118,19 @@ def _in_turn(name: str, *parts: str) -> TensorRow:
     return TensorRow(f"{_DELTA}.{name}.weight", ours, by_head=True, groups="linear_key_heads")
 
 
+_CONVOLVED = "query", "key", "value"
 _RULE = [
     *_GATED_QUERY,
     TensorRow(f"{_LAYER}.input_layernorm.weight", (f"{_OURS}.norm.gain",)),
     TensorRow(f"{_DELTA}.dt_bias", (f"{_OURS}.shift",)),
     TensorRow(f"{_DELTA}.A_log", (f"{_OURS}.rate",)),
-    TensorRow(
-        f"{_DELTA}.conv1d.weight", tuple(f"{_OURS}.{part}_taps" for part in ("query", "key", "value")), channels=True
-    ),
+    TensorRow(f"{_DELTA}.conv1d.weight", tuple(f"{_OURS}.{part}_taps" for part in _CONVOLVED), channels=True),
     TensorRow(f"{_DELTA}.norm.weight", (f"{_OURS}.head_norm.gain",)),
     TensorRow(f"{_DELTA}.out_proj.weight", (f"{_OURS}.output",)),
 ]  # fmt: skip
 _IN_TURN = [_in_turn("in_proj_qkvz", "query", "key", "value", "gate"), _in_turn("in_proj_ba", "strength", "decay")]
 _APART = [*module_rows({
-    f"{_DELTA}.in_proj_qkv": " ".join(f"{_OURS}.{part}" for part in ("query", "key", "value")),
+    f"{_DELTA}.in_proj_qkv": " ".join(f"{_OURS}.{part}" for part in _CONVOLVED),
     **{f"{_DELTA}.in_proj_{n}": f"{_OURS}.{part}" for n, part in (("z", "gate"), ("b", "strength"), ("a", "decay"))},
 })]  # fmt: skip
 _BESIDE = [
@@ -145,7 +145,7 @@ _FREE = {"initializer_range": 0.02, **special_token_defaults(None, None)}
 QWEN3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
-    {**_FIXED, "capacity_factor": 0.0},
+    _DROPLESS,
     [
         *_build_rules(build_llama_rules(151936, 5632, 32768, 2, d_model=2048, layers=48, heads=16, rotary=_ROTARY)),
         *_build_expert_rules(512, 10),
@@ -167,7 +167,7 @@ _MOE_LLAMA = build_llama_rules(248320, 0, 32768, 2, d_model=2048, layers=40, hea
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
-    {**_FIXED, "capacity_factor": 0.0},
+    _DROPLESS,
     [
         *_build_rules([rule for rule in _MOE_LLAMA if rule.theirs != "intermediate_size"]),
         *_build_expert_rules(256, 8),

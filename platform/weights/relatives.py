@@ -129,9 +129,8 @@ _GEMMA2 = {**LLAMA_FIXED, "norm": "rmsnorm_centred", "output_norm": True}
 _CAUSAL = Only("use_bidirectional_attention", (None, False))
 GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _GEMMA2, [*_GEMMA2_RULES, _CAUSAL], **_GEMMA_NAMES)
 _VAULT_NAMES = llama_names(of_layer={"pre_feedforward_layernorm": "mlp.norm"})
-VAULTGEMMA = Family(
-    "vaultgemma", "VaultGemmaForCausalLM", {**_GEMMA2, "output_norm": False}, _GEMMA2_RULES, **_VAULT_NAMES
-)  # fmt: skip
+_VAULT = {**_GEMMA2, "output_norm": False}
+VAULTGEMMA = Family("vaultgemma", "VaultGemmaForCausalLM", _VAULT, _GEMMA2_RULES, **_VAULT_NAMES)
 
 _WINDOWS = LayerWindowRule("use_sliding_window sliding_window layer_types")
 

@@ -115,8 +115,8 @@ class DeltaRuleOp(_AlongSequence):
     ) -> Value:  # fmt: skip
         """Count the memory of one chunk at a time, and in the backward pass of all states; the arguments are kept."""
         (length, batch, heads, d_value), d_key = ops.plan.local_shape(value), ops.plan.local_shape(key)[-1]
-        size, states = min(CHUNK, length), batch * heads * d_key * d_value
-        rows, count = batch * heads * size, -(-length // CHUNK)
+        size, states, count = min(CHUNK, length), batch * heads * d_key * d_value, -(-length // CHUNK)
+        rows = batch * heads * size
         scratch = ops.new(rows * (4 * d_key + 5 * d_value + 4 * size) + 2 * states, ops.wide)
         if ops.cache:
             ops.cache.blocks[name] = (ops.tensor(states, ops.wide),)

@@ -13,8 +13,8 @@ from torch import Tensor
 from platform.boundary.refusals import ConfigError
 from platform.plan.plan_check import find_unsoundness
 from platform.predict.make_plan import make_plan
-from platform.runtime import delta_chunks
-from tests.harness.oracle import configure, prove
+from platform.runtime import compilation, delta_chunks
+from tests.harness.oracle import compare, configure, prove, run, serial
 from tests.harness.plan_mutants import with_reductions
 from tests.runtime import test_memory
 
@@ -45,6 +45,14 @@ def short_chunks(monkeypatch):
 @pytest.mark.parametrize("plan", [*[*PLANS][:4], *(pytest.param(p, marks=pytest.mark.full) for p in [*PLANS][4:])])
 def test_equals_one_process(plan):
     prove(configure(**{**NEXT, **PLANS[plan]}))
+
+
+@pytest.mark.full
+def test_compiled_blocks_equal_one_process(monkeypatch):
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    c = configure(**{**NEXT, **ROUTED})
+    c.train.compile = "on"
+    compare(c, *run(c), serial(c))
 
 
 LENGTH, BATCH, KEYS, HEADS, D_KEY, D_VALUE = 13, 2, 2, 4, 3, 5
