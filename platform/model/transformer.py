@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import sqrt
 from typing import Any
 
@@ -149,6 +150,14 @@ class Transformer(Layer):
         """Construct the parts that all Transformers have: sizes of their dims, and the table of token embeddings."""
         self.config, self.sizes, self.table = c, dim_sizes(c), embedding_table(c)
         self.recordings: dict[tuple, dict] = {}  # see `platform.plan.chunks.find_recordings`
+
+    @cached_property
+    def _declared(self) -> list[Parameter]:
+        """Return the declared weights, of which a search asks for each plan."""
+        return super().parameters()
+
+    def parameters(self) -> list[Parameter]:
+        return self._declared
 
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
         """Return the summed loss of the whole model's forward pass on the data tensors `inputs`, by name."""

@@ -164,14 +164,24 @@ def measure_units(
 ) -> list[tuple[float, tuple]]:
     """Return the forward costs of a model's units, by which they are divided over chunks, each with a key that alike
     units share; arguments as in `record_chunks`."""
-    flow, costs, cost_of = dict[str, Symbol](), [], dict[tuple, float]()  # layers are alike
-    for unit in getattr(model, "units", ()):
-        whatever_is_done_again = replace(recorder(), recompute=NO_RECOMPUTATION)
-        ops, flow = _record_part(model, flow, [unit], whatever_is_done_again)
-        cost_of |= {o.nameless_key: forward_cost(o, sizes) for o in ops.operations if o.nameless_key not in cost_of}
-        key = tuple(o.nameless_key for o in ops.operations)
-        costs.append((sum(map(cost_of.__getitem__, key)), key))
-    return costs
+    units = _record_units(model, recorder)
+    cost_of = {id(unit): sum(forward_cost(o, sizes) for o in unit[1]) for unit in units}  # layers are alike, and one
+    return [(cost_of[id(unit)], unit[0]) for unit in units]
+
+
+def _record_units(
+    model: RecordableModel, recorder: Callable[[], Recorder]
+) -> Sequence[tuple[tuple, Sequence[Operation]]]:
+    """Return a key and the operations of each unit of a model, without recomputation; alike units are one object."""
+    recorded: dict[Any, Any] = find_recordings(model, replace(recorder(), recompute=NO_RECOMPUTATION))
+    if _record_units not in recorded:
+        flow, known, units = dict[str, Symbol](), dict[tuple, tuple](), []
+        for unit in getattr(model, "units", ()):
+            ops, flow = _record_part(model, flow, [unit], replace(recorder(), recompute=NO_RECOMPUTATION))
+            key = tuple(o.nameless_key for o in ops.operations)
+            units.append(known.setdefault(key, (key, ops.operations)))
+        recorded[_record_units] = units
+    return recorded[_record_units]
 
 
 def _flow_specs(flow: Mapping[str, Symbol]) -> FlowSpecs:
@@ -342,8 +352,8 @@ def buckets_to_gather(spans: Sequence[Sequence[Bucket]], keeps_last_span: bool) 
 
 def build_buckets(
     groups: Iterable[tuple[int | str, Sequence[Parameter]]],
-    reductions: Mapping[Parameter, tuple[tuple[str, ...], tuple[str, ...]]],
-    sizes: Mapping[Parameter, int],
+    reductions: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]],
+    sizes: Mapping[str, int],
     shards: Mapping[str, int],
     zero: int,
     max_elements: int,
@@ -354,21 +364,22 @@ def build_buckets(
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
     `groups`: (key, parameters); neighbours with one key are put together while they have at most `max_elements`
-    elements. `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different buckets.
-    `sizes`: elements of the local blocks; `shards`: ranks along each axis over which stage `zero` of ZeRO shards;
-    `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names
+    elements. By name, `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different
+    buckets; `sizes`: elements of the local blocks. `shards`: ranks along each axis over which stage `zero` of ZeRO
+    shards; `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names
     of parameters that lie apart from others, as in Bucket; `quantised`: True if all are, as there.
     """
     buckets: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen) -> parameters of the bucket being filled
     before: int | str | None = None
+    open_elements = 0
 
     def close_open_buckets() -> None:
         """Make the buckets of the parameters collected so far, one for each way of reducing their gradients."""
         for (axes, only, still), parameters in open_.items():
             # whole blocks first; then parameters that decay, so that the optimizer updates each kind as one stretch
             members = sorted(parameters, key=lambda p: (p.name not in scaled, not p.decay))
-            counts = tuple(sizes[p] for p in members)
+            counts = tuple(sizes[p.name] for p in members)
             sharded = tuple(axis for axis in axes if axis in shards and not (still and zero < 3))
             ranks = prod(shards[axis] for axis in sharded)
             large = ranks > 1 and sum(counts) >= SHARD_UNIT * SHARD_UNIT * ranks
@@ -380,11 +391,12 @@ def build_buckets(
         open_.clear()
 
     for key, parameters in groups:
-        open_elements = sum(sizes[p] for open_parameters in open_.values() for p in open_parameters)
-        if open_ and (key != before or open_elements + sum(sizes[p] for p in parameters) > max_elements):
+        more_elements = sum(sizes[p.name] for p in parameters)
+        if open_ and (key != before or open_elements + more_elements > max_elements):
             close_open_buckets()
-        before = key
+            open_elements = 0
+        before, open_elements = key, open_elements + more_elements
         for p in parameters:
-            open_.setdefault((*reductions[p], p.name in frozen), []).append(p)
+            open_.setdefault((*reductions[p.name], p.name in frozen), []).append(p)
     close_open_buckets()
     return buckets

@@ -155,6 +155,9 @@ def tensor_dtype(tensor: Tensor) -> str:
     return tensor.dtype if isinstance(tensor, Spec) else "compute"
 
 
+_KEYS: dict[tuple, object] = {}  # by all of an operation but names: an object is hashed and compared at once
+
+
 @dataclass(frozen=True)
 class Operation:
     """Operation of a model's recorded forward pass. `name` is unique within its kind; `reads` names the data tensors
@@ -181,10 +184,11 @@ class Operation:
         return tuple(t for t in self.inputs if isinstance(t, Parameter) and t.is_state)
 
     @cached_property
-    def nameless_key(self) -> tuple:
+    def nameless_key(self) -> object:
         """Return a key of all, but names, on which the plan of a recorded operation depends: equal layers share it."""
         inputs = ((t.dims, t.role, t.sizes) if isinstance(t, Parameter) else t for t in self.inputs)
-        return self.kind, tuple(inputs), self.outputs, self.attributes, self.reads, self.once
+        key = self.kind, tuple(inputs), self.outputs, self.attributes, self.reads, self.once
+        return _KEYS.setdefault(key, object())
 
     def __getitem__(self, attribute: str) -> Any:
         """Return an attribute of the recorded operation by name, such as `scale`. Raises KeyError if unknown."""

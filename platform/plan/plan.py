@@ -122,9 +122,18 @@ class Plan:
     def _build_stage_part(self, stage: int) -> Plan:
         """Make the part of the plan that one pipeline stage executes."""
         chunks = tuple(c for c in self.chunks if c.stage == stage)
-        parameters = tuple(p for p in self.parameters if stage in self.stages_of[p.name])
-        states = tuple(p for p in self.states if stage in self.stages_of[p.name])
+        parameters, states = map(tuple, self._tensors_by_stage.get(stage, ((), ())))
         return replace(self, chunks=chunks, parameters=parameters, states=states, shorter={})
+
+    @cached_property
+    def _tensors_by_stage(self) -> Mapping[int, tuple[list[Parameter], list[Parameter]]]:
+        """Return by stage the parameters and the states that it uses, in order."""
+        by_stage: dict[int, tuple[list[Parameter], list[Parameter]]] = {}
+        for kind, tensors in enumerate((self.parameters, self.states)):
+            for p in tensors:
+                for stage in self.stages_of[p.name]:
+                    by_stage.setdefault(stage, ([], []))[kind].append(p)
+        return by_stage
 
     def plan_of_length(self, length: int) -> Plan:
         """Return the plan of steps whose sequences have `length` tokens."""
@@ -300,10 +309,10 @@ class Plan:
         used_names = {name for _, names in spans for name in names}
         declared = {p.name: p for p in self.parameters if p.name in used_names}
         uses = [(span, n) for span, names in spans for n in names if n in declared]
-        shared = [name for name, stages in self.stages_of.items() if len(stages) > 1]
+        shared = [name for name in declared if len(self.stages_of[name]) > 1]
         groups = [(k, [declared[n] for n in names]) for k, names in group_by_span(uses, shared)]
-        reduced = {p: (self.reductions[p.name], self.layout(p).only) for p in declared.values()}
-        sizes = {p: prod(self.local_shape(p)) for p in declared.values()}
+        reduced = {name: (self.reductions[name], self.layout(p).only) for name, p in declared.items()}
+        sizes = {name: prod(self.local_shape(p)) for name, p in declared.items()}
         limit = (self.bucket_mib << 20) // self.itemsize["master"]
         shards = {a: self.mesh.axes[a] for a in self.sharded}
         kinds, quantised = (self.scaled, self.frozen), frozenset(self.quantised)

@@ -188,7 +188,7 @@ def _find_reductions(planner: Planner, operations: Sequence[Operation]) -> tuple
     uses in operations leave it partial. Second, by (operation's name and kind, parameter), for each use that leaves it
     partial over more axes, the others, over which it is summed at that use."""
     uses: dict[str, list[tuple[Operation, tuple[str, ...]]]] = defaultdict(list)
-    partial_of: dict[tuple, list[tuple[str, ...]]] = {}  # by `Operation.nameless_key`: layers are alike
+    partial_of: dict[object, list[tuple[str, ...]]] = {}  # by `Operation.nameless_key`: layers are alike
     for o in operations:
         if (alike := o.nameless_key) not in partial_of:
             used = zip(o.parameters, OPERATIONS[o.kind].parameter_compute_axes(planner, o), strict=True)
@@ -197,6 +197,9 @@ def _find_reductions(planner: Planner, operations: Sequence[Operation]) -> tuple
             uses[p.name].append((o, axes))
     reductions, at_use = {}, {}
     for name, partial_uses in uses.items():
+        if len(partial_uses) == 1:
+            reductions[name] = partial_uses[0][1]
+            continue
         common = set.intersection(*(set(axes) for _, axes in partial_uses))
         reductions[name] = planner.mesh.order_axes(common)
         for operation, axes in partial_uses:
@@ -243,7 +246,7 @@ def plan_operations(planner: Planner, operations: Sequence[Operation], microbatc
         try:
             if (key := planner.operation_key(o)) not in alike:
                 alike[key] = OPERATIONS[o.kind].plan_operation(planner, o)
-            planned[o.kind, o.name] = replace(alike[key], operation=o)
+            planned[o.kind, o.name] = alike[key].plan_alike(o)
         except ValueError as error:
             illegal.append(message_of_illegal_operation(o, error))
     if illegal:

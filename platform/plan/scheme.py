@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from traceback import walk_stack, walk_tb
 from types import FrameType, MappingProxyType
@@ -85,6 +86,11 @@ class Scheme:
     zigzag: str = ""  # the axis to whose ranks pieces of length are dealt: see `layout.zigzag`
     rounds: int = 1  # in which they are dealt, two pieces a rank in each
     diagonal: tuple[str, ...] = ()  # two axes of one size: a vector that one of them splits exists at equal indices
+
+    @cached_property
+    def described_regions(self) -> str:
+        """Return the layouts of all regions as text, equal for equal ones: what a recorder asks of a scheme."""
+        return repr(self.regions)
 
     def mesh_axes(self, data: int) -> dict[str, int]:
         """Return every mesh axis of a run but `stage` with its size, outer to inner; `data`: the number of replicas."""

@@ -108,29 +108,33 @@ def _last_end(spans: Sequence[Sequence[Span]]) -> float:
 def _time_rows(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
     """Return by stage the start and the end of each action of its row; arguments and errors as of `simulate`."""
     waits = _waits_by_row(schedule)
-    done: dict[int, tuple[float, int]] = {}  # by number of a result: its end and its stage
+    origins = {produced: stage for stage, row in enumerate(waits) for *_, produced in row} if transfer else {}
+    ends: dict[int, float] = {}  # by number of a result
     spans: list[list[Span]] = [[] for _ in waits]
+    remaining = [row[::-1] for row in waits]
     progress = True
     while progress:
         progress = False
-        for stage, (row, row_spans) in enumerate(zip(waits, spans, strict=True)):
+        for stage, (row, row_spans) in enumerate(zip(remaining, spans, strict=True)):
             now = row_spans[-1][1] if row_spans else 0.0
-            while len(row_spans) < len(row):
-                action, inputs, produced = row[len(row_spans)]
+            while row:
+                action, inputs, produced = row[-1]
                 start = now
                 for number in inputs:
-                    if (arrival := done.get(number)) is None:
+                    if (when := ends.get(number)) is None:
                         break
-                    when, origin = arrival
-                    start = max(start, when + transfer if origin != stage else when)
+                    if transfer and origins[number] != stage:
+                        when += transfer
+                    if when > start:
+                        start = when
                 else:
-                    now = start + seconds(stage, action)
+                    row.pop()
+                    ends[produced] = now = start + seconds(stage, action)
                     row_spans.append((start, now))
-                    done[produced] = now, stage
                     progress = True
                     continue
                 break
-    if any(len(row_spans) < len(row) for row_spans, row in zip(spans, waits, strict=True)):
+    if any(remaining):
         raise ScheduleError(f"deadlock: {'; '.join(_describe_stuck_stages(schedule, spans))}", schedule.rows)
     return spans
 

@@ -562,13 +562,13 @@ def _predict_makespan(work: StepWork, forward: Spans, backward: Spans, busy: Spa
 def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> ActionSeconds:
     """Return the function that gives the seconds of an action, from the spans of each chunk's passes."""
 
-    forward_seconds, backward_seconds = ([span.seconds for span in spans] for spans in (forward, backward))
+    both = tuple([span.seconds for span in spans] for spans in (forward, backward))
+    halves = [seconds / 2 for seconds in both[1]]
+    by_kind = {Kind.FORWARD: both[0], Kind.BACKWARD: both[1], Kind.INPUT: halves, Kind.WEIGHT: halves}
 
     def action_seconds(stage: int, action: Action) -> float:
         """Return the seconds of an action; a backward pass is halved where it is split."""
-        if action.kind is Kind.FORWARD:
-            return forward_seconds[action.chunk]
-        return backward_seconds[action.chunk] / (1 if action.kind is Kind.BACKWARD else 2)
+        return by_kind[action.kind][action.chunk]
 
     return action_seconds
 

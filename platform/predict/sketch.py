@@ -116,7 +116,7 @@ class _SketchRecorder(Recorder):
     @cached_property
     def counted(self) -> Counter[Operation]:
         """Return the operations, equal ones counted together under one of them."""
-        first: dict[tuple, Operation] = {}
+        first: dict[object, Operation] = {}
         return Counter(first.setdefault(o.nameless_key, o) for o in self.operations)
 
     def recomputed(self, kind, name, function, spec, x, *more):
@@ -159,7 +159,7 @@ def sketch_model(
     ranks; None if no plan of it is legal. `config`: the group model of a configuration; `alike`: numbers of
     layers, each with how many of those behind the first one are like it; by default all are like the second."""
     alike = {number: n for number, n in (alike or {1: config.layers - 1}).items() if n}
-    of_first, deeper = count_operations(config, 1, scheme), Counter[tuple]()
+    of_first, deeper = count_operations(config, 1, scheme), Counter[object]()
     operations = count_operations(config, max(alike, default=0) + 1, scheme)
     for number, n in alike.items():
         for layers, sign in ((number + 1, n), (number, -n)):

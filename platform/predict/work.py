@@ -200,14 +200,14 @@ _Known = dict[tuple, tuple[Part, Part, Part]]
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, execution: Execution, known: _Known):
-        """Begin a pass under a plan, as `execution` says; `known` grows."""
+    def __init__(self, plan: Plan, execution: Execution, known: _Known, reasons: Mapping[str, str]):
+        """Begin a pass under a plan, as `execution` says; `known` grows. `reasons`: why blocks of the plan are not
+        compiled as one function."""
         super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.system, self.redone, self._known = execution.system, execution.redone, known
         self._splits = execution.table is not None and execution.table.splits_weight_gradients
-        how = plan, "cuda", execution.dropout
-        self._reasons = reasons_against_whole_blocks(*how) if execution.compiles else {}
+        self._reasons = reasons
         self._at = plan.mesh.rank_coordinates(0)  # the busiest rank of its stage: others have fewer branches
         self._whole, self._whole_count = False, 0  # whether the block under way is compiled as one function; how many
 
@@ -294,14 +294,17 @@ class WorkRecorder(Recorder):
 def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) -> list[ChunkWork]:
     """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor."""
     flow: dict[str, Symbol] = {}
-    chunk_works, known = list[ChunkWork](), _Known()
+    chunk_works, known, reasons = list[ChunkWork](), _Known(), dict[str, str]()
+    for stage in dict.fromkeys(chunk.stage for chunk in plan.chunks if execution.compiles):
+        reasons |= reasons_against_whole_blocks(plan.stage_part(stage), "cuda", execution.dropout)
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.stage_part(chunk.stage), execution, known)
+        recorder = WorkRecorder(plan.stage_part(chunk.stage), execution, known, reasons)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             received, flow = flow, model.part(recorder, inputs, flow, chunk.units)
             if execution.more_heads and chunk is plan.chunks[-1]:
-                stream = model.part(WorkRecorder(recorder.plan, execution, known), inputs, received, chunk.units[:-1])
+                before = WorkRecorder(recorder.plan, execution, known, reasons)
+                stream = model.part(before, inputs, received, chunk.units[:-1])
                 for _ in range(execution.more_heads):
                     model.part(recorder, inputs, stream, chunk.units[-1:])
         else:

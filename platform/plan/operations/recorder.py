@@ -74,7 +74,7 @@ class Recorder(Ops):
         """Return all on which depends what this recorder finds in a model: of the scheme what it asks of it."""
         options = self.dropout_rate, self.recompute, self.fused_dropout, self.attention_kernel, self.loss
         adapters = tuple(self.adapters.values())
-        return repr(self.scheme.regions), self.scheme.uneven, self.scheme.ring, *options, self.leaves_out, adapters
+        return self.scheme.described_regions, self.scheme.uneven, self.scheme.ring, *options, self.leaves_out, adapters
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Record `function`, and that its operations are recomputed if activations of this `kind` are."""
