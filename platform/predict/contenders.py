@@ -322,6 +322,19 @@ class SearchSpace:
         sizes = {part: x[part] for part in list_parts(AXIS, SIZE)}
         return replace(start, axes=tuple(x[name] for name in self.name_axes(start.scheme)), **sizes)
 
+    @cached_property
+    def _mode_readers(self) -> Sequence[Callable[[Contender], Any]]:
+        """Return the readers of a contender's family and of its mode in the family, see `read_mode`."""
+        of_sketch, of_mode = (
+            [part for part in list_parts(way) if not CHOOSABLE[part].refines] for way in (SKETCH, MODE)
+        )
+        return attrgetter("scheme", "kind", *of_sketch), attrgetter(*of_mode)
+
+    def read_mode(self, contender: Contender) -> tuple[tuple, Any]:
+        """Return a contender's family and its mode in it, on which errors of estimates depend, most on the first."""
+        read_family, read_rest = self._mode_readers
+        return (contender.context > 1, *read_family(contender)), read_rest(contender)
+
     def read_contender(self) -> Contender:
         """Return the contender that the configuration is."""
         tensor = self.config.tensor

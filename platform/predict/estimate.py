@@ -304,10 +304,14 @@ class Estimator:
         """Return which contenders have so many stages, but for one."""
         return [(int(n), np.flatnonzero(self.stages == n)) for n in np.unique(self.stages) if n > 1]
 
+    def _list_groups(self, chunks: int) -> list[tuple[int, NDArray[np.intp]]]:
+        """Return which contenders have so many stages, but for one, of so many `chunks`, each of one layer at least."""
+        return [(n, alike) for n, alike in self._groups_by_stages if n * chunks <= self.setting.layers]
+
     def _most_of_stages(self, chunks: int, layers: Column, around: Column, by_number: bool = False) -> Column:
         """Return the largest part of a stage of totals of `layers` and of the units `around`, as in `share_units`."""
         most = np.asarray(layers + around)
-        for n, alike in self._groups_by_stages:
+        for n, alike in self._list_groups(chunks):
             deep, *others = share_units(self.setting.units, n, chunks)[:, :, None]
             most[alike] = (deep * layers[alike] + others[by_number] * around[alike]).max(axis=0)
         return most
@@ -391,7 +395,7 @@ class Estimator:
             work = work + (at_once - 1) * self._pass_bytes("none").kept[0]
             kept = kept * np.ceil(per_pass / at_once) / per_pass
         held = layers * kept + np.maximum(0.0, kept_ends)
-        for n, alike in self._groups_by_stages:
+        for n, alike in self._list_groups(chunks):
             number = np.arange(n)[:, None]
             deep, around, _ = share_units(self.setting.units, n, chunks)[:, :, None]
             more = (n - 1) / chunks if chunks > 1 else 0.0

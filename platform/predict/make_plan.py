@@ -115,13 +115,18 @@ def make_plan(
 
 @refuse_exits()
 def _make_plan(
-    config: Config, workers: int | None, stage_of: Sequence[int] | None, parts: Sequence[Sequence[str]] = ()
+    config: Config,
+    workers: int | None,
+    stage_of: Sequence[int] | None,
+    parts: Sequence[Sequence[str]] = (),
+    weighs: bool = True,
 ) -> Plan:
-    """Build the plan of a run as `make_plan` does, with the hints of its refusals as they come."""
+    """Build the plan of a run as `make_plan` does, with the hints of its refusals as they come. `weighs`: True to
+    take contexts of another kind that fits where the kind that moves the fewest bytes lacks memory."""
     data = count_replicas(config, workers)
     first, *others = choose_context_kinds(config, data)
     plan, memory = _build_kind_plan(config, data, first, stage_of, parts), _find_stated_memory(config)
-    if not others or memory == inf:
+    if not others or memory == inf or not weighs:
         return plan
     parallel, cluster = replace(config.parallel, data=data), replace(config.cluster, device="auto")
     weighed = replace(config, parallel=parallel, cluster=cluster)
@@ -361,13 +366,13 @@ def _violations_of_documents(config: Config, plan: Plan) -> Iterator[str]:
         yield format_violation("data.document_mask", True, constraint, [False])
 
 
-def plan_quickly(config: Config) -> Plan | None:
+def plan_quickly(config: Config, weighs: bool = True) -> Plan | None:
     """Build the plan of a candidate configuration, for searches over many; None if it is refused. A shipped pipeline
-    schedule's table is not made: the stages of its chunks are known."""
+    schedule's table is not made: the stages of its chunks are known. `weighs` as in `_make_plan`."""
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
     try:
-        return _make_plan(config, None, loop if pipeline.kind in ("none", *SHIPPED) else None)
+        return _make_plan(config, None, loop if pipeline.kind in ("none", *SHIPPED) else None, weighs=weighs)
     except ConfigError:
         return None
 

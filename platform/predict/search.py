@@ -78,18 +78,6 @@ class Rated(NamedTuple):
     choice: Contender
     memory: float
 
-    @property
-    def mode(self) -> tuple:
-        """Return what the estimate's error depends on: all but sizes."""
-        return self.family, *(getattr(self.choice, part) for part in list_parts(MODE) if not CHOOSABLE[part].refines)
-
-    @property
-    def family(self) -> tuple:
-        """Return what the error of an estimate of seconds depends on most."""
-        c = self.choice
-        sketched = (part for part in list_parts(SKETCH) if not CHOOSABLE[part].refines)
-        return c.scheme, c.kind, c.context > 1, *(getattr(c, part) for part in sketched)
-
 
 @dataclass(frozen=True)
 class Finalist:
@@ -100,6 +88,7 @@ class Finalist:
     config: Config
     plan: Plan
     price: StepPrice
+    hardware: Hardware
 
     @property
     def sort_key(self) -> tuple:
@@ -124,6 +113,14 @@ class Finalist:
     def fits_memory(self, budget: float) -> bool:
         """Return True if no worker takes more than so many bytes."""
         return not self._memory_forecast.exceeds_memory(budget)
+
+    def settle(self, budget: float) -> Finalist:
+        """Return this finalist as it would run in so many bytes: with contexts of a kind that fits, if any does."""
+        if self.config.parallel.context == 1 or self.fits_memory(budget):
+            return self
+        plan = plan_quickly(self.config)
+        assert plan, "it has been planned"
+        return replace(self, plan=plan, price=step_price(self.config, plan, self.hardware))
 
 
 @dataclass(frozen=True)
@@ -153,14 +150,19 @@ class SearchOutcome:
         return next((f for f in self.tried if f.fits_memory(self.budget)), None)
 
     @cached_property
+    def _settled(self) -> list[Finalist]:
+        """Return all finalists as they would run, the best first."""
+        return sorted((f.settle(self.budget) for f in self.tried), key=lambda f: f.sort_key)
+
+    @cached_property
     def fitting_finalists(self) -> list[Finalist]:
         """Return the finalists that fit, the best first."""
-        return [f for f in self.tried if f.fits_memory(self.budget)]
+        return [f for f in self._settled if f.fits_memory(self.budget)]
 
     @cached_property
     def lacking_finalists(self) -> list[Finalist]:
         """Return the finalists that lack memory, the quickest first."""
-        return [f for f in self.tried if not f.fits_memory(self.budget)]
+        return [f for f in self._settled if not f.fits_memory(self.budget)]
 
 
 def search_plans(config: Config, workers: int, memory: float, hardware: Hardware) -> SearchOutcome:
@@ -191,15 +193,15 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
     best that fits by the errors that estimates of its mode were seen to have; return them by price."""
     if not rated:
         return []
-    modes = {mode: i for i, mode in enumerate(dict.fromkeys(one.mode for one in rated))}
-    family_numbers = {family: i for i, family in enumerate(dict.fromkeys(one.family for one in rated))}
-    mode_of, families = np.array([modes[one.mode] for one in rated]), np.array([family_numbers[m[0]] for m in modes])
+    keys = [space.read_mode(one.choice) for one in rated]
+    modes = {mode: i for i, mode in enumerate(dict.fromkeys(keys))}
+    family_numbers = {family: i for i, family in enumerate(dict.fromkeys(family for family, _ in modes))}
+    mode_of = np.array([modes[key] for key in keys])
+    families = np.array([family_numbers[family] for family, _ in modes])
     estimates = np.array([(one.seconds, one.memory) for one in rated]).T
     least = np.full((2, len(modes)), inf)  # quotient seen of a mode, of seconds and of memory
     finalists: list[Finalist] = []
-    refined: dict[Contender, list[int]] = {}
-    for i, one in enumerate(rated):
-        refined.setdefault(space.find_plain_contender(one.choice), []).append(i)
+    places = {one.choice: i for i, one in enumerate(rated)}
     unplanned, best, since_better = np.ones(len(rated), dtype=bool), inf, 0
 
     def note_quotient(what: int, i: int, value: float) -> None:
@@ -215,13 +217,16 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
         later = np.where(seconds > max(best, least_seconds), inf, 1 + DOUBT * (needed > WITHIN[1] * memory))
         i = int((seconds * later).argmin())
         unplanned[i], since_better = False, since_better + 1
-        if finalist := plan_finalist(space, rated[i].choice, hardware):
+        if finalist := plan_finalist(space, rated[i].choice, hardware, weighs=False):
+            if finalist.price.seconds < best:
+                finalist = finalist.settle(memory)
             finalists.append(finalist)
             note_quotient(0, i, finalist.price.seconds)
             if finalist.price.seconds < best:
                 if finalist.fits_memory(memory):
                     best, since_better = finalist.price.seconds, 0
-                    unplanned[refined.get(rated[i].choice, [])] = False  # they would only be slower
+                    if space.find_plain_contender(rated[i].choice) == rated[i].choice:  # refined, it is only slower
+                        unplanned[[places[c] for c in space.refine_contender(rated[i].choice) if c in places]] = False
                 note_quotient(1, i, finalist.known_memory)
     if best == inf:  # the ones that need least are shown to the user
         needed = (estimates * _expect_quotients(least, families)[:, mode_of])[1][unplanned]
@@ -241,12 +246,13 @@ def _expect_quotients(least: NDArray[np.float64], families: NDArray[np.intp]) ->
     return np.where(np.isinf(least), unseen, np.array(WITHIN)[:, None] * least)
 
 
-def plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware) -> Finalist | None:
-    """Plan and price one contender; None if it is refused."""
+def plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware, weighs: bool = True) -> Finalist | None:
+    """Plan and price one contender; None if it is refused. `weighs`: True to settle its kind of contexts by the memory
+    that the configuration states, as `Finalist.settle` does."""
     config = space.build_config(choice)
-    if violations_of_configuration(config) or (plan := plan_quickly(config)) is None:
+    if violations_of_configuration(config) or (plan := plan_quickly(config, weighs)) is None:
         return None
-    return Finalist(choice, config, plan, step_price(config, plan, hardware))
+    return Finalist(choice, config, plan, step_price(config, plan, hardware), hardware)
 
 
 @dataclass(frozen=True)
@@ -317,7 +323,7 @@ class ContenderGrid:
         for one in (one for one in rated if one.memory >= SURE * self.memory):
             if one.seconds > roomy / ERRORS[0] or len(alike) == REFINED:
                 break
-            key = *one.mode, ceil(log(one.memory / self.memory, STEP))
+            key = self.space.read_mode(one.choice), ceil(log(one.memory / self.memory, STEP))
             if key not in alike and one.memory < MOST_REFINED * self.memory:
                 if more := self.space.refine_contender(one.choice):
                     alike.add(key)
@@ -392,10 +398,8 @@ class ContenderGrid:
             if not len(rows):
                 continue
             judged += len(rows)
-            seconds, memory = estimator.estimate_contenders(mode, rows)
-            best = self._select_promising(seconds, memory)
             alike = parts.setdefault(replace(mode, chunks=1), [])
-            alike.append((np.full(len(best), number), rows[best], seconds[best], memory[best]))
+            alike.append((np.full(len(rows), number), rows, *estimator.estimate_contenders(mode, rows)))
         rated = []
         groups = [[np.concatenate(column) for column in zip(*alike, strict=True)] for alike in parts.values()]
         roomy = [seconds[memory <= self.memory / 2].min(initial=inf) for _, _, seconds, memory in groups]

@@ -3,13 +3,18 @@ the memory that their plans count."""
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from platform.launch import compose_config
 from platform.plan.accelerators import nominal_memory
+from platform.predict.contenders import SearchSpace
 from platform.predict.footprint import Footprint
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
+from platform.predict.search import plan_finalist
+from platform.predict.step_price import read_hardware
 
 LLAMA = ["+experiment=one_gpu", "model=llama_8b", "train.microbatch=1", "train.global_batch=1", "recompute=full"]
 OF_32 = ["model.length=1_000_000", "parallel.context=32", "parallel.context_kind=heads", "parallel.zero=3"]
@@ -69,7 +74,10 @@ def test_the_cheapest_kind_that_fits_is_chosen(how):
     assert needs[second] < needs[first]
     between, none = (needs[first] + needs[second]) / 2, min(needs.values()) / 2
     for memory, kind in ((0.0, first), (needs[first] + 1, first), (between, second), (none, first)):
-        plan = make_plan(compose_config([*long, f"cluster.device_memory={memory}"]))
+        config = compose_config([*long, f"cluster.device_memory={memory}"])
+        plan, space = make_plan(config), SearchSpace(config)
+        quickly = plan_finalist(space, space.read_contender(), read_hardware("h100"), weighs=False)
+        assert quickly.plan.scheme == plans[first].scheme and quickly.settle(memory * 1e9 or inf).plan == plan
         assert plan.scheme == plans[kind].scheme
         lines = [line for line in plan.warnings if "context_kind" in line]
         assert bool(lines) == (memory == between)

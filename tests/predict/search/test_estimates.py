@@ -109,7 +109,7 @@ def test_estimates_of_the_best_are_within_five_percent_of_their_price():
     config = compose_config([*model, "precision=bf16", "cluster.gpu=B200-192GB", "plan.search=[all]"])
     config.train.global_batch = 32
     grid = ContenderGrid(SearchSpace(config), 16, 180e9, read_hardware("b200"))
-    best = {one.mode: one for one in reversed(grid.rate_contenders()[0])}
+    best = {grid.space.read_mode(one.choice): one for one in reversed(grid.rate_contenders()[0])}
     quickest = sorted(best.values())[:16]
     finalists = [search.plan_finalist(grid.space, one.choice, grid.hardware) for one in quickest]
     quotients = [one.seconds / f.price.seconds for one, f in zip(quickest, finalists, strict=True) if f]

@@ -35,7 +35,8 @@ def others_from_nothing(found: list[Finalist], hardware) -> list:
 
 def finalists(*arguments: str, experiment: str, workers: int, memory: float, hardware: str) -> tuple[list, object]:
     kind = read_hardware(hardware)
-    tried = list(search_plans(compose_config([f"+experiment={experiment}", *arguments]), workers, memory, kind).tried)
+    searched = search_plans(compose_config([f"+experiment={experiment}", *arguments]), workers, memory, kind)
+    tried = [one.settle(memory) for one in searched.tried]
     [one.peak_memory for one in tried]  # measured now, with what the search shares
     return tried, kind
 

@@ -16,8 +16,10 @@ from platform.config.validation import violations_of_configuration
 from platform.jobs.__main__ import main as write_job
 from platform.launch import compose_config
 from platform.optimizer.optimizers import OPTIMIZERS, count_states_per_element
+from platform.predict import make_plan as planning
 from platform.predict import search as ranking
 from platform.predict.contenders import CHOOSABLE, Contender, SearchSpace
+from platform.predict.estimate import Estimator
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes
@@ -314,6 +316,33 @@ def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):
     found = search_plans(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
     assert found.quickest_fitting_finalist is found.tried[0] and len(measured) == 1 < len(found.tried)
     assert found.fitting_finalists[0] is found.quickest_fitting_finalist and len(measured) == len(found.tried)
+
+
+def test_contexts_that_are_slower_than_what_fits_are_not_weighed(monkeypatch):
+    """Whether their first kind lacks memory, so that another is taken, matters of what is chosen or shown alone."""
+    weighed = []
+    monkeypatch.setattr(planning, "MemoryForecast", lambda *given: weighed.append(given) or MemoryForecast(*given))
+    stated = "cluster.device=cuda", "cluster.device_memory=80"
+    config = composed(*TINY, *stated, "tensor=serial", "parallel.data=-1", "parallel.context=-1")
+    found = search_plans(config, 4, 80e9, read_hardware("h100"))
+    contexts = [f for f in found.tried if f.choice.context > 1]
+    assert contexts and not weighed
+    assert [make_plan(f.config) for f in contexts] == [f.settle(80e9).plan for f in contexts] and weighed
+
+
+def test_stages_that_no_contender_has_are_not_estimated(monkeypatch):
+    """Of more chunks than layers; and nothing else is left out."""
+    keys = "tensor=serial", "pipeline=auto", "parallel.data=-1", "model.layers=6", "train.global_batch=32"
+    config, hardware = composed(*TINY, *keys), read_hardware("h100")
+    rated = ContenderGrid(SearchSpace(config), 8, LARGE, hardware).rate_contenders()
+    asked = []
+
+    def list_all(self, chunks: int):
+        asked.append(chunks)
+        return self._groups_by_stages
+
+    monkeypatch.setattr(Estimator, "_list_groups", list_all)
+    assert ContenderGrid(SearchSpace(config), 8, LARGE, hardware).rate_contenders() == rated and max(asked) > 1
 
 
 def test_a_job_is_written_for_the_chosen_plan(capsys):
