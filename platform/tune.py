@@ -3,7 +3,8 @@
 MODEL is a folder that transformers saved, the name of one in Hugging Face's cache, the directory of a run, or a
 checkpoint. DATA is a file or a folder: conversations, prompts with answers, pairs of a chosen and a rejected answer, or
 texts. All weights are trained if they fit the devices that are there, or that --workers and --hardware name, else
-adapters. The choice is a command of platform.launch, which is printed and run; KEY=VALUE are as for it.
+adapters, if need be of a model in 4 bits. The choice is a command of platform.launch, which is printed and run;
+KEY=VALUE are as for it.
 Exit status: as platform.launch has it.
 """
 
@@ -52,9 +53,10 @@ from platform.predict.step_price import choose_pricing_hardware, memory_of_worke
 from platform.weights import FROM_HF
 
 RECIPES = {  # kind of data -> experiment -> tune; the first that fits is taken
-    "preferences": {"preferences": "none", "preferences_lora": "lora"},
-    "": {"fine_tune": "none", "lora": "lora"},  # of any other kind
+    "preferences": {"preferences": "none", "preferences_lora": "lora", "preferences_qlora": "qlora"},
+    "": {"fine_tune": "none", "lora": "lora", "qlora": "qlora"},  # of any other kind
 }
+TRAINED = {"none": "all weights", "lora": "adapters", "qlora": "adapters of a model in 4 bits"}
 LENGTH = 4096  # tokens of a sequence, where a model reads more and model.length does not say
 PLAIN = re.compile(r"[\w./:@+-]+")  # values that need no quotes in Hydra's grammar
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -234,7 +236,7 @@ def _choose_recipe(
         if begun:
             return f"{experiment}, with which the run in {config.run.dir} was begun", words
         others = "".join(f"; {name}: {lack}" for name, lack in lacks.items())
-        trained = "all weights" if config.tune.kind == "none" else "adapters"
+        trained = TRAINED[config.tune.kind]
         size = f"{needed / 1e9:.3g} GB on each of {format_count(devices.workers, 'worker')}"
         return f"{experiment}, as {trained} take {size}{others}", words
     raise ConfigError([f"{name}: {lack}" for name, lack in lacks.items()])

@@ -25,7 +25,7 @@ NEAR = 0.02  # of a loss, on another machine
 # For a small model that knows nothing, which has to learn quickly.
 SHRUNK = """cluster=inline cluster.gpu='' cluster.device=cpu precision=fp32 parallel.data=1 parallel.zero=0
 model.length=128 train.steps=20 train.global_batch=8 train.microbatch=4 optimizer.warmup_steps=2
-eval.every=0 checkpoint.last=false checkpoint.every=0 checkpoint.best=false monitor.sample=0 data.validation=0"""
+eval.every=0 checkpoint.last=true checkpoint.every=0 checkpoint.best=false monitor.sample=0 data.validation=0"""
 
 
 def test_every_recipe_has_its_row():
@@ -65,8 +65,9 @@ def train_shrunk(name: str, folder: Path) -> list[float]:
     write_model(folder / "hf")
     write_records(folder)
     records = "pairs" if name.startswith("dpo") else "talks"
-    own = ["model=from_hf", f"model.source={folder}/hf", f"data.path={folder}/{records}.jsonl"]
+    teacher = ["train.teacher=full_8b_8"] if name.startswith("distill") and train_shrunk("full_8b_8", folder) else []
+    own = [*teacher, "model=from_hf", f"model.source={folder}/hf", f"data.path={folder}/{records}.jsonl"]
     rate = "optimizer.lr=0.001" if records == "pairs" else "optimizer.lr=0.01"
-    typed = [f"+experiment=tune/{name}", *own, *SHRUNK.split(), rate, f"data.cache={folder}/cache", "run.dir=run"]
+    typed = [f"+experiment=tune/{name}", *own, *SHRUNK.split(), rate, f"data.cache={folder}/cache", f"run.dir={name}"]
     assert main(typed) == driver.DONE
-    return [row["loss"] for row in map(json.loads, open("run/metrics.jsonl")) if "loss" in row]
+    return [row["loss"] for row in map(json.loads, open(f"{name}/metrics.jsonl")) if "loss" in row]
