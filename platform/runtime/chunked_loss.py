@@ -280,7 +280,8 @@ def compute_loss_and_gradient(
         every = None if derivatives.every is None else mask_uncounted_rows(derivatives.every)
         share = mask_uncounted_rows(derivatives.label, mine & counts)
         share = share if every is None else share + every
-        row_weights = counts.to(shift.dtype) if targets.weights is None else weights.where(counts, 0.0)
+        if divergences:
+            row_weights = (torch.ones_like(losses) if targets.weights is None else weights).where(counts, 0.0)
         for at in chunks:
             factor, added = (x if x is None else x[at] for x in (whole, every))
             more = divergences.compute_gradient(known[at], at, row_weights[at]) if divergences else None
