@@ -54,12 +54,12 @@ class BlockFunctions:
 
 
 class BackwardParts(NamedTuple):
-    """Backward pass of a block in two functions. `inputs(*arguments)`, of the arguments of the whole one, returns its
-    gradients at the indices `early`, which need no product for themselves alone, and then tensors that `weights` needs
-    beside the arguments `kept`; `weights(*arguments[kept], *tensors)` returns the gradients at `late`."""
+    """Backward pass of a block in two functions. `input_gradients(*arguments)`, of the arguments of the whole one,
+    returns its gradients at the indices `early`, which need no product for themselves alone, and then tensors that the
+    other needs beside the arguments `kept`; `weight_gradients(*arguments[kept], *tensors)`: the gradients at `late`."""
 
-    inputs: TracedFunction
-    weights: TracedFunction
+    input_gradients: TracedFunction
+    weight_gradients: TracedFunction
     kept: Sequence[int]
     early: Sequence[int]
     late: Sequence[int]
@@ -134,7 +134,7 @@ class _Block(torch.autograd.Function):
             gradients = ctx.region(block.functions.backward)(*saved)
             early: Mapping[int, Tensor] = dict(enumerate(gradients))
         else:
-            results = ctx.region(apart.inputs)(*saved)
+            results = ctx.region(apart.input_gradients)(*saved)
             early = dict(zip(apart.early, results, strict=False))
             # what is deferred would keep the graph behind an argument
             needed = [*(saved[i].detach() for i in apart.kept), *results[len(early) :]]
@@ -151,7 +151,7 @@ def _add_weight_gradients(
     block: CompiledBlock, region: Region, apart: BackwardParts, needed: Sequence[Tensor], count: int
 ) -> None:
     """Add the gradients of a block's weights, which lie behind `count` arguments, to their buckets' sums."""
-    gradients = region(apart.weights)(*needed)
+    gradients = region(apart.weight_gradients)(*needed)
     block.add_gradients({i - count: g for i, g in zip(apart.late, gradients, strict=True)})
 
 
@@ -284,7 +284,7 @@ def _take_weight_gradients_apart(backward: GraphModule, count: int) -> BackwardP
     aot, joint = import_module("functorch.compile"), GraphModule(backward, graph)
     inputs, weights = aot.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=len(early))
     kept = _keep_primals(inputs, weights, len(early))
-    functions = TracedFunction(inputs, "block_backward_inputs"), TracedFunction(weights, "block_backward_weights")
+    functions = TracedFunction(inputs, "block_input_gradients"), TracedFunction(weights, "block_weight_gradients")
     return BackwardParts(*functions, kept, early, late)
 
 

@@ -161,13 +161,14 @@ class Compiled:
     kernels: tuple[Kernel, ...]
 
     def most(self, what: str) -> int:
-        """The largest of this number of its builds."""
-        return max(getattr(build, what) for kernel in self.kernels for build in kernel.builds)
+        """The largest of this number of its builds; 0 if all kernels are torch's own."""
+        return max((getattr(build, what) for kernel in self.kernels for build in kernel.builds), default=0)
 
     @property
     def spilled(self) -> int:
         """The bytes that a thread spills for certain, as no configuration of the kernel spills less."""
-        return max(min(build.spilled for build in kernel.builds) for kernel in self.kernels if kernel.builds)
+        every = [kernel.builds for kernel in self.kernels if kernel.builds]
+        return max((min(build.spilled for build in builds) for builds in every), default=0)
 
     @property
     def per_element(self) -> float:

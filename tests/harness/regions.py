@@ -21,12 +21,15 @@ LLAMA = ["+experiment=one_gpu", "model=llama_8b", "model.query_key_norm=true", "
 RUNS = {path.stem: [f"+experiment={path.stem}"] for path in sorted((CONF / "experiment").glob("*.yaml"))} | {
     "llama_8b": LLAMA,
     "llama_8b_usual": [*LLAMA, "model.query_key_norm=false"],
+    "one_gpu_apart": [
+        "+experiment=one_gpu", "pipeline=zb_h1", "pipeline.stages=2", "train.microbatch=8", "train.global_batch=64",
+    ],
     "llama_8b_split": [*LLAMA, "tensor=1d", "tensor.axes={t: 2}"],
     "qlora": ["+experiment=lora", "tune=qlora", "model=gpt_tiny"],
     "t5_geglu": T5,
     "t5_geglu_tanh": [*T5, "model.activation=geglu_tanh"],
     "t5_reglu": [*T5, "model.activation=reglu"],
-}
+}  # fmt: skip
 
 
 @cache

@@ -134,7 +134,7 @@ def test_products_of_weight_gradients_are_apart(model, weights, made):
     parts = functions.apart
     inputs, late, whole = (
         sum(node.target in PRODUCTS for node in f.graph.graph.nodes)
-        for f in (parts.inputs, parts.weights, functions.backward)
+        for f in (parts.input_gradients, parts.weight_gradients, functions.backward)
     )
     assert late == len(parts.late) == weights and inputs + late == whole
     assert not [i for i in parts.late if i < functions.count]

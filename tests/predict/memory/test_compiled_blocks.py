@@ -69,7 +69,7 @@ def pending_bytes(*blocks: CompiledBlock | None) -> int:
     storages = []
     for block in filter(None, blocks):
         whole, parts = block.functions, block.functions.apart
-        graph, parameters = parts.inputs.graph.graph, [i >= whole.count for i in whole.kept]
+        graph, parameters = parts.input_gradients.graph.graph, [i >= whole.count for i in whole.kept]
         arguments, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
         kept = [arguments[i] for i in parts.kept if i >= len(parameters) or not parameters[i]]
         storages += [value.meta["val"].untyped_storage() for value in (*kept, *results[len(parts.early) :])]
