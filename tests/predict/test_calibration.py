@@ -136,15 +136,13 @@ def test_one_gpu_writes_its_products_attention_and_memory(tmp_path):
     works = [build_step_work(c, make_plan(c)) for c in step_configs(config, on_gpu=True, tiny=False)]
     bare = replace(gpu, reached=replace(reached, memory=1.0))
     timings = [("peak bf16", [1e12], 1e12 / h100.peaks["bf16"]), ("copy", [1e9], 1e9 / gpu.bandwidth)]
-    shapes = [(8192, 8192, 8192), (8192, 4096, 4096), (4096, 14336, 4096), (16384, 1024, 4096), (8192, 4096, 512)]
-    for m, n, k in shapes:
+    for m, n, k in [(8192, 8192, 8192), (8192, 4096, 4096), (4096, 14336, 4096), (8192, 4096, 512)]:
         three = (MatrixProduct(m, n, k), MatrixProduct(m, k, n), MatrixProduct(n, k, m))
         timings.append(("product", [m, n, k], sum(product_seconds(p, bare, "bf16", 2) for p in three)))
     flops = 2.0 * 4 * 32 * 4096**2 * 128 * (1 + FUSED_BACKWARD)
     timings.append(("attention", [4, 32, 4096, 128], flops / (gpu.peaks["bf16"] * reached.attention)))
     timings += [("step", [number], price_work(work, gpu).seconds) for number, work in enumerate(works)]
-    [alone] = plan_calibration_rounds(["a"])
-    seen = Seen("2026-11-29", "bf16", "NVIDIA H100 80GB HBM3", {"a": 1}, "h100")
+    [alone], seen = plan_calibration_rounds(["a"]), Seen("2026-11-29", "bf16", "NVIDIA H100", {"a": 1}, "h100")
     (tmp_path / "mine.yaml").write_text(
         format_hardware_file(*hardware_of_rounds(h100, [(alone, [timings])], seen, works), seen)
     )
