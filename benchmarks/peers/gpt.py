@@ -22,6 +22,8 @@ BATCHES = 4  # that recur, so that the model learns them by heart: a loss near l
 class Recurring:
     """A corpus whose batches recur, drawn once: reading one costs neither side anything."""
 
+    teacher = None
+
     def __init__(self, c: Config):
         self.rows = np.random.default_rng(c.seed).integers(
             0, c.model.vocab, (BATCHES * c.train.global_batch, c.model.length + 1)

@@ -162,8 +162,7 @@ def record_chunks(
 def measure_units(
     model: RecordableModel, recorder: Callable[[], Recorder], sizes: Mapping[str, int]
 ) -> list[tuple[float, tuple]]:
-    """Return the forward costs of a model's units, by which they are divided over chunks, each with a key that alike
-    units share; arguments as in `record_chunks`."""
+    """Return the forward cost of each unit of a model, and a key that alike ones share; arguments: `record_chunks`."""
     units = _record_units(model, recorder)
     cost_of = {id(unit): sum(forward_cost(o, sizes) for o in unit[1]) for unit in units}  # layers are alike, and one
     return [(cost_of[id(unit)], unit[0]) for unit in units]

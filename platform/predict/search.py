@@ -247,8 +247,7 @@ def _expect_quotients(least: NDArray[np.float64], families: NDArray[np.intp]) ->
 
 
 def plan_finalist(space: SearchSpace, choice: Contender, hardware: Hardware, weighs: bool = True) -> Finalist | None:
-    """Plan and price one contender; None if it is refused. `weighs`: True to settle its kind of contexts by the memory
-    that the configuration states, as `Finalist.settle` does."""
+    """Plan and price one contender; None if it is refused. `weighs`: True to settle its kind of contexts by memory."""
     config = space.build_config(choice)
     if violations_of_configuration(config) or (plan := plan_quickly(config, weighs)) is None:
         return None

@@ -44,6 +44,7 @@ class Places:
 
     validations = Tokens.validations
     special = Tokens.special
+    teacher = None
 
     def __init__(self, weighted: bool):
         self.weighted = weighted

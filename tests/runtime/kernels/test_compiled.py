@@ -153,16 +153,16 @@ def launched(function, *arguments) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("factors", [False, True])
-def test_the_gradient_in_one_function_is_the_one_in_steps(dtype, factors):
+@pytest.mark.parametrize(("factors", "cap"), [(False, 0.0), (True, 0.0), (True, 5.0)])
+def test_the_gradient_in_one_function_is_the_one_in_steps(dtype, factors, cap):
     """What a compiled run computes with all rows, an eager one with a chunk of them in place."""
     wide = torch.promote_types(dtype, torch.float32)
     logits, column = torch.randn(6, 11, dtype=dtype), torch.randint(11, (6, 1))
     shift, share, whole, every = torch.randn(4, 6, 1, dtype=wide)
     more = (whole, every) if factors else (None, None)
     once, stepwise = logits.clone(), logits.clone()
-    chunked_loss._differentiate_compiled(once, shift, column, share, *more)
-    chunked_loss._overwrite_logits_with_gradient(stepwise, shift, column, share, *more)
+    chunked_loss._differentiate_compiled(once, shift, column, share, *more, cap)
+    chunked_loss._overwrite_logits_with_gradient(stepwise, shift, column, share, *more, cap)
     torch.testing.assert_close(once, stepwise, rtol=1e-6 if dtype != torch.bfloat16 else 1e-2, atol=1e-6)
 
 
@@ -189,7 +189,7 @@ def test_bytes_per_element_in_bf16(function, most):
         "sum": (residual._add_residual, x, y, drawing),
         "sum and norm": (residual._sum_and_norm, x, y, gain, gain, drawing, True, 1e-5),
         "loss": (chunked_loss._row_statistics, logits, column, False),
-        "its gradient": (chunked_loss._differentiate_compiled, logits, shift, column, shift, None, None),
+        "its gradient": (chunked_loss._differentiate_compiled, logits, shift, column, shift, None, None, 0.0),
     }
     kernels, nbytes = launched(*work[function])
     assert kernels == 1 and nbytes <= most

@@ -114,8 +114,8 @@ def windowed(name: str, monkeypatch, mutant: bool = False):
     monkeypatch.setattr(fused_attention, "_computes_pair_by_pair", lambda *given: True)
     monkeypatch.setattr(panels, "LEAST", 1)
     if mutant:
-        attention = panels.PanelAttention
-        monkeypatch.setattr(panels, "PanelAttention", lambda *given: attention(*given[:-1], given[-1] - 1))
+        attention, shorten = panels.PanelAttention, lambda plan: plan._replace(window=plan.window - 1)
+        monkeypatch.setattr(panels, "PanelAttention", lambda *given: shorten(attention(*given)))
     compare(c, *run(c), expected)
 
 
