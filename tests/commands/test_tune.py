@@ -196,8 +196,10 @@ def test_devices_are_those_that_are_there(chosen, qwen, monkeypatch):
 
 def test_none_that_fits_is_refused_with_a_line_for_each(folder, qwen, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    said = refused(capsys, str(qwen), "talks.jsonl", "--hardware", "t4", "--workers", "1", "precision=fp16")
-    assert [line.partition(": ")[0] for line in said] == ["fine_tune", "lora"]
+    said = refused(
+        capsys, str(qwen), "talks.jsonl", "--hardware", "t4", "--workers", "1", "precision=fp16", "model.length=32768"
+    )
+    assert [line.partition(": ")[0] for line in said] == ["fine_tune", "lora", "qlora"]
     assert all(" fits 16 GB; the one that needs least, " in line for line in said)
     said = refused(capsys, str(qwen), "talks.jsonl", "--hardware", "h100")
     assert said == ["--workers=0: no h100 is here to be counted; nearest legal: 8"]

@@ -106,6 +106,7 @@ def test_a_run_is_what_torch_trains(tmp_path, models):
     assert np.allclose(metrics(tmp_path), expected, rtol=1e-6), (metrics(tmp_path), expected)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_what_its_teacher_said(tmp_path, models):
     """It is asked once; and again if the file is damaged, lost, or of other settings: the losses stay."""
     words = words_of(tmp_path, *models, "train.global_batch=4", "checkpoint.every=1")
