@@ -45,6 +45,7 @@ from platform.data.conversations import recognise_kind
 from platform.data.data_checks import violations_of_sources
 from platform.launch import compose_config
 from platform.plan.layout import format_count
+from platform.plan.plan_summary import format_number
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_peak_bytes
@@ -237,7 +238,7 @@ def _choose_recipe(
             return f"{experiment}, with which the run in {config.run.dir} was begun", words
         others = "".join(f"; {name}: {lack}" for name, lack in lacks.items())
         trained = TRAINED[config.tune.kind]
-        size = f"{needed / 1e9:.3g} GB on each of {format_count(devices.workers, 'worker')}"
+        size = f"{format_number(needed)}B on each of {format_count(devices.workers, 'worker')}"
         return f"{experiment}, as {trained} take {size}{others}", words
     raise ConfigError([f"{name}: {lack}" for name, lack in lacks.items()])
 
