@@ -206,7 +206,7 @@ class Estimator:
         """Return the seconds of passes of all layers, and of the whole model, as `_pass_sums` but with the host's
         seconds, with one kind of recomputation of `every` so many blocks at a time. `is_split`: True if weight
         gradients have passes of their own."""
-        by_block = self.compiles and not is_split and recompute != "selective"  # each one function
+        by_block = self.compiles and recompute != "selective"  # each one function
         layers, whole, again = self._pass_sums["layers"], self._pass_sums["whole"], np.zeros_like(self.numbers[:4])
         if recompute == "full":
             again = self._pass_sums["full"][:, 0] + (1 - 1 / every) * self._pass_sums["between"][:, 0]
@@ -219,7 +219,7 @@ class Estimator:
             calls = CALLS_OF_KERNEL * sums[KERNELS]
             if by_block:
                 calls = CALLS_OF_KERNEL * np.maximum(0.0, sums[KERNELS] - layers[KERNELS])
-                calls += CALLS_OF_BLOCK * self._blocks * np.array([[1], [1 + (recompute == "full")]])
+                calls += CALLS_OF_BLOCK * self._blocks * np.array([[1], [1 + (recompute == "full") + is_split]])
             sums[KERNELS] = price.host_seconds(sums[KERNELS], calls, self.setting.hardware)
         return layers, whole
 

@@ -272,7 +272,7 @@ class ContenderGrid:
         return Circumstances(
             self.hardware, c.precision, c.model.layers, costs or ((1.0, False),), c.train.global_batch,
             count_stored_numbers(c) - (c.optimizer.masters == "split") / 2, c.parallel.overlap,
-            may_compile(c.train.compile, "cuda") and not (c.model.dropout or c.train.freeze),
+            may_compile(c.train.compile, "cuda") and c.train.mlp_chunks <= 1,
             device_kind(c) == "cuda", read_bucket_size(c),
         )  # fmt: skip
 

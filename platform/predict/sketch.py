@@ -17,6 +17,7 @@ from platform.plan.chunks import axes_of_replication, find_recordings
 from platform.plan.layout import Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation
+from platform.plan.operations.fused_attention import hides_most
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
@@ -190,7 +191,9 @@ def sketch_model(
         return None
     arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, whole, layer)]
     is_traceable = all(
-        OPERATIONS[o.kind].is_traceable and not (o.reads and OPERATIONS[o.kind].keys_input >= 0) for o in operations
+        OPERATIONS[o.kind].is_traceable
+        and not (OPERATIONS[o.kind].keys_input >= 0 and hides_most("cuda", config.length, o["window"], o["begins"]))
+        for o in operations
     )
     return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch, is_traceable)
 
