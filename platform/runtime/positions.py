@@ -39,7 +39,10 @@ def _scale_frequencies(frequency: Tensor, theta: float, scaling: RotaryScaling, 
         return frequency / scaling.factor
     pairs = len(frequency)
     if scaling.kind == "longrope":
-        return frequency / frequency.new_tensor(scaling.long if tokens > scaling.original_length else scaling.short)
+        divisors = torch.empty_like(frequency)
+        for one, divisor in zip(divisors.split(1), _choose_divisors(scaling, tokens), strict=True):
+            one.fill_(divisor)  # on the device, which would wait for a copy of a tensor of the host's
+        return frequency / divisors
     if scaling.kind == "dynamic":
         growth = scaling.factor * max(1.0, tokens / scaling.original_length) - (scaling.factor - 1)
         return frequency * growth ** (-torch.arange(pairs, device=frequency.device).double() / max(1, pairs - 1))
@@ -60,6 +63,11 @@ def _scale_frequencies(frequency: Tensor, theta: float, scaling: RotaryScaling, 
         kept_share = 1 - (number - first) / (last - first if last != first else 0.001)
     kept_share = kept_share.clamp(0, 1)
     return frequency * (kept_share + (1 - kept_share) / scaling.factor)
+
+
+def _choose_divisors(scaling: RotaryScaling, tokens: int) -> tuple[float, ...]:
+    """Return what longrope divides the frequency of each rotary pair by, in sequences of so many `tokens`."""
+    return scaling.long if tokens > scaling.original_length else scaling.short
 
 
 class _Rotate(torch.autograd.Function):
