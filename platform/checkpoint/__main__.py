@@ -1,7 +1,7 @@
 """Command line for checkpoints: verify them, show what they hold, convert them to other formats and back.
 
-URL names a storage (a path or any fsspec URL) or a run's directory, which stand for the newest checkpoint there, or one
-checkpoint.
+URL names a storage (a path, or a URL of a protocol in docs/checkpoints.md) or a run's directory, which stand for the
+newest checkpoint there, or one checkpoint.
 Exit status: 0 done; 1 a checkpoint is refused, with the reason; 2 the command line is wrong.
 """
 
