@@ -116,6 +116,30 @@ def test_estimates_of_the_best_are_within_five_percent_of_their_price():
     assert sum(0.95 < quotient < 1.05 for quotient in quotients) >= 0.9 * len(quotients) > 8, quotients
 
 
+NARROW = "precision=bf16 model.layers=8 model.d_model=256 model.heads=4 model.d_kv=64 model.d_ff=1024 model.length=256"
+HOST_BOUND = {
+    "plain": "model=gpt3_13b",
+    "dropout": "model=gpt3_13b model.dropout=0.1",
+    "frozen": "model=gpt3_13b train.freeze=[layers.0.*]",
+    "padding": "model=t5_large_mod branch=none",
+    "mlp in chunks": "model=gpt3_13b train.mlp_chunks=2",
+    "attention again": "model=t5_large_mod branch=none recompute=selective",
+    "weights apart": "model=gpt3_13b pipeline=zb_h1 pipeline.stages=2 train.microbatch=1",
+}
+
+
+@pytest.mark.parametrize("name", HOST_BOUND)
+def test_estimates_know_which_blocks_are_compiled_whole(name):
+    """Where a device waits for its host's calls, an estimate for the other kind of blocks is off by two or more."""
+    typed = [*HOST_BOUND[name].split(), *NARROW.split(), "parallel.data=2", "train.global_batch=8"]
+    config = compose_config([*typed, "cluster.gpu=A100-80GB", "cluster.device=cuda", "plan.search=[train.microbatch]"])
+    workers = 2 * config.pipeline.stages
+    grid = ContenderGrid(SearchSpace(config), workers, 80e9, read_hardware("a100_80g"))
+    rated = grid.estimate_choices([grid.space.read_contender()])[0]
+    price = step_price(config, plan_quickly(config), grid.hardware).seconds
+    assert 0.75 < rated.seconds / price < 1.35, rated.seconds / price
+
+
 def test_negative_control_a_meter_that_counts_double(monkeypatch):
     """The comparison with the memory meter is what makes estimates of memory near."""
     metered = search.meter_passes
