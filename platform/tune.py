@@ -211,8 +211,8 @@ def _choose_recipe(
 
     def format_words(experiment: str, more: Mapping[str, Any]) -> list[str]:
         """Return the arguments of platform.launch for an experiment of a tuning, with `more` keys."""
-        own = {"+experiment": experiment, **keys, "parallel.zero": -1, **more}
-        untyped = {key: value for key, value in own.items() if key.lstrip("+") not in typed}
+        chosen = {"+experiment": experiment, **keys, "parallel.zero": -1, **more}
+        untyped = {key: value for key, value in chosen.items() if key.lstrip("+") not in typed}
         return [*(f"{key}={_quote_if_needed(value)}" for key, value in untyped.items()), *arguments.overrides]
 
     composed = compose_config(format_words(experiments[0], {}), arguments.config_dir)

@@ -183,13 +183,13 @@ class RunTeacher:
     def _reason_to_ask(self, header: TeacherHeader, vocab: int) -> str:
         """Return why the teacher has to be asked, and say it if there is a file; "" if this has what `header` says."""
         try:
-            found = teacher_classes.check_file(self._path, vocab)
+            kept_header = teacher_classes.check_file(self._path, vocab)
         except FileNotFoundError:
             return "there is no file"
         except (Malformed, OSError, ValueError) as error:
             reason = f"it is {error}"
         else:
-            reason = "" if found == header else "it is of another teacher, of other samples or settings"
+            reason = "" if kept_header == header else "it is of another teacher, of other samples or settings"
         if reason:
             self._run.monitor.say(f"{self._path.name} is not used: {reason}; the teacher is asked again")
         return reason

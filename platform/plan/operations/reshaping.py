@@ -176,16 +176,16 @@ class SumBranchesOp(Op):
     def run_on_blocks(self, ops, name, x, specs, out):
         """Return the sum of the branches of this rank's sub-grid, zeros without one, summed over the sub-grids."""
         (conversion,) = ops.operation_plan(self.kind, name).conversions
-        own, others = ([y for y in x if ops.absent(y) is absent] for absent in (False, True))
-        total = sum(own[1:], own[0]) if own else x[0].new_zeros(ops.shape_before(conversion))
+        results, others = ([y for y in x if ops.absent(y) is absent] for absent in (False, True))
+        total = sum(results[1:], results[0]) if results else x[0].new_zeros(ops.shape_before(conversion))
         return ops.convert_block(total + sum(y.sum() for y in others), conversion)
 
     def meter_memory(self, ops, name, x, specs, out):
         """Count the bytes of the sum of the metered worker's branches."""
         planned = ops.operation_plan(self.kind, name)
         (conversion,) = planned.conversions
-        own = [y for y in x if not ops.absent(y)]
-        return ops.convert_block(ops.sum(ops.inner(planned, conversion), own), conversion)
+        results = [y for y in x if not ops.absent(y)]
+        return ops.convert_block(ops.sum(ops.inner(planned, conversion), results), conversion)
 
 
 def _check_branches(name: str, specs: Sequence[Spec]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from platform.boundary.refusals import ConfigError
-from platform.model import build_model, tuning
+from platform.model import build_model
 from platform.plan import adapters
 from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
 from platform.plan.plan_check import find_unsoundness
@@ -25,8 +24,10 @@ from platform.train import rank_parameters
 from platform.train.generator import TextGenerator
 from platform.train.replies import AskedTexts
 from tests.harness.held import check_held, check_stages
-from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, trainer_of
+from tests.harness.oracle import compare, prove, run, serial, trainer_of
 from tests.harness.threads import run_threads
+from tests.runtime.oracle import test_adapters
+from tests.runtime.oracle.test_adapters import started  # noqa: F401  adapters that are not 0 at first
 from tests.runtime.test_memory import measured
 
 full = pytest.mark.full
@@ -51,22 +52,8 @@ PLANS: dict[str, dict[str, Any]] = {
 FEW = ("1d_sp", "3d, zero 3", "stages")
 
 
-@pytest.fixture(autouse=True)
-def started(monkeypatch):
-    """Adapters whose `up` is not 0 at first, as `down` would have no gradient."""
-
-    def build(*arguments):
-        built = adapters.build_adapters(*arguments)
-        return {n: replace(a, up=replace(a.up, init="uniform", std=0.05)) for n, a in built.items()}
-
-    monkeypatch.setattr(tuning, "build_adapters", build)
-
-
 def tuned(model: str = "llama", tune: dict[str, Any] = TUNE, **how: Any):
-    c = configure(**{**MODELS[model], **WIDE, **how})
-    for key, value in tune.items():
-        setattr(c.tune, key, value)
-    return c
+    return test_adapters.tuned(model, tune, **{**WIDE, **how})
 
 
 @pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=full), pytest.param("t5", marks=full)])
