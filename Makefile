@@ -11,9 +11,9 @@ install = { $(if $(UV),$(UV) pip install --quiet --python $(PY) $(1) || )$(PY) -
 export OMP_NUM_THREADS := 1
 # Where it is set, each of many processes compiles all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
-# Three workers for two cores, as some tests wait; each one collects all tests and imports torch by itself, a quarter of
-# a minute of a processor. Each group of tests goes to one of them, the longest groups first (tests/conftest.py).
-PARALLEL := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+# A worker for each of two cores: each one collects all tests and imports torch by itself, half a minute of a processor,
+# more where nothing is compiled yet. Each group of tests goes to one of them, the longest first (tests/conftest.py).
+PARALLEL := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: train test test-all gpu-rules chat-oracle test-slurm test-ray-chaos test-image image lint house
 # buildah and docker read the same file; IMAGE_OPTIONS="--build-arg DEVICE=cpu", say

@@ -79,7 +79,7 @@ def thin(items: list[pytest.Item]) -> None:
     families: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("full"):
-            families.setdefault((item.location[0], getattr(item, "originalname", "")), []).append(item)
+            families.setdefault((item.nodeid.partition("::")[0], getattr(item, "originalname", "")), []).append(item)
     ran = of = 0
     for file, tests in yaml.safe_load(THINNED.read_text()).items():
         for name, every in tests.items():
