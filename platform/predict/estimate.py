@@ -11,21 +11,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
 from platform.plan.plan import ITEMSIZE
 from platform.plan.schedule import place_layers
 from platform.plan.scheme import CONTEXT, REPLICAS
+from platform.plan.step_collectives import DECODED
 from platform.predict import price
 from platform.predict.contenders import Contender
 from platform.predict.footprint import ROUNDING, overhead_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.price import bytes_seconds, hidden_or_summed_seconds
-from platform.predict.sketch import SIDES, Columns, Sketch
+from platform.predict.sketch import PARAMETERS, SIDES, Columns, Sketch
 from platform.predict.work import CALLS_OF_BLOCK, CALLS_OF_KERNEL, FUSED_BACKWARD, SUMMED, MatrixProduct
 
 FEW = 4  # layers of a model from whose last one the bytes of deeper ones follow
-TIMED = SIDES[0], "fused", "summed", "touched", "rebuilt", "collective", "ahead"  # numbers that take time
+TIMED = SIDES[0], "fused", "summed", "touched", "rebuilt", "collective", "ahead", "quantised"  # numbers that take time
 LAUNCHED = {"products": (1, 2), "fused": (1, 3)}  # kernels of both passes, where not one reads and writes
 COMPUTING, WAITING, AHEAD, KERNELS = range(4)  # rows of sums of passes
+TRAINED, _, QUANTISED = PARAMETERS
 
 
 class PassBytes(NamedTuple):
@@ -153,7 +156,7 @@ class Estimator:
         kind, number, h, size = self.kinds[i], self.numbers[i], self.setting.hardware, self.size["compute"]
         if kind.what == SIDES[0]:
             product, count = MatrixProduct(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
-            backward = sum(map(self._product_seconds, product.gradient_products))
+            backward = sum(map(self._product_seconds, product.gradient_products[: 1 if kind.frozen else 2]))
             return COMPUTING, count * self._product_seconds(product), count * backward
         if kind.what in ("collective", "ahead"):
             seconds, is_forward = self.collective_seconds(kind.op, kind.axes, number * size), kind.phase == "forward"
@@ -163,6 +166,8 @@ class Estimator:
                 number / (h.peak_flops(self.setting.precision) * h.reached.attention),
                 (1.0, FUSED_BACKWARD),
             )
+        elif kind.what == "quantised":
+            seconds, times = bytes_seconds(number * (DECODED[self.setting.compiles][0] + size), h), (1.0, 1.0)
         elif kind.what == "summed":
             seconds, times = bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1), (0.0, 1.0)
         else:
@@ -260,19 +265,25 @@ class Estimator:
         master, compute = self.size["master"], self.size["compute"]
         costs = _ParameterCosts(*(np.zeros_like(self.stages, dtype=float) for _ in _ParameterCosts._fields))
         copies = compute if compute != master or zero in (1, 2) else 0
-        for axes in dict.fromkeys(kind.axes for kind in self.kinds if kind.what == "parameter"):
-            rows = [i for i, kind in enumerate(self.kinds) if (kind.what, kind.axes) == ("parameter", axes)]
+        alike: dict[tuple, list[int]] = {}
+        for i, kind in enumerate(self.kinds):
+            if kind.what in PARAMETERS:
+                alike.setdefault((kind.what, kind.axes), []).append(i)
+        for (what, axes), rows in alike.items():
             elements, of_layer = (times[rows] @ self.numbers[rows] for times in (self.whole, self.layer))
-            shards = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT)))
+            shards, is_trained = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT))), what == TRAINED
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
-            held = master * (1 + self.setting.moments) / state + master / summed + copies / used
+            kept = NF4_BYTES / NF4_BLOCK if what == QUANTISED else copies if is_trained else compute
+            held = kept / used + is_trained * (master * (1 + self.setting.moments) / state + master / summed)
             blocks = max(1.0, min(self.whole[rows].sum(), self.setting.layers + 2))
             buckets = blocks if zero == 3 else np.minimum(self._count_buckets(axes, elements * master), blocks)
             elements_at_once = elements / buckets
             summed_bytes = elements_at_once * (compute if zero >= 2 else master)
-            each = self.collective_seconds("reduce_scatter" if zero else "all_reduce", axes, summed_bytes)
-            gather = self.collective_seconds("all_gather", axes, elements_at_once * compute / shards) if zero else 0.0
-            more = elements * held, of_layer * held, buckets * each, each, buckets * gather, elements / state
+            each = is_trained * self.collective_seconds("reduce_scatter" if zero else "all_reduce", axes, summed_bytes)
+            moved = elements_at_once * (kept if what == QUANTISED else compute) / shards
+            gather = self.collective_seconds("all_gather", axes, moved) if zero == 3 or (zero and is_trained) else 0.0
+            updated = is_trained * elements / state
+            more = elements * held, of_layer * held, buckets * each, each, buckets * gather, updated
             costs = _ParameterCosts(*(total + part for total, part in zip(costs, more, strict=True)))
         return costs
 

@@ -445,10 +445,10 @@ class ContenderGrid:
         kind = CHOICES.get(config.parallel.context_kind, (config.parallel.context_kind,))[0]
         composed_scheme = compose_config_scheme(config, 4, kind)
         axes = tuple(a for a, n in composed_scheme.mesh_axes(4).items() if n > 1)
-        if (key := repr((c.model, composed_scheme))) not in _SKETCHES:
+        if (key := repr((c.model, c.tune, composed_scheme))) not in _SKETCHES:
             if len(_SKETCHES) >= MOST_SKETCHES:
                 _SKETCHES.clear()
-            _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes, self._alike_layers)
+            _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes, self._alike_layers, c.tune)
         by_axis, sketch = self._columns_by_axis(axes, columns), _SKETCHES[key]
         legal = np.flatnonzero(sketch.mask_legal(by_axis) & sketch.mask_batch(by_axis)) if sketch else np.array([], int)
         if not sketch or not len(legal):

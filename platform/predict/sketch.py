@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from platform.config.groups import Tune
 from platform.model import build_model
+from platform.model.tuning import find_adapters
+from platform.plan.adapters import adapter_sizes, can_quantise
 from platform.plan.chunks import axes_of_replication, find_recordings
 from platform.plan.layout import Mesh, base_axis, pad_to_multiple
-from platform.plan.model_types import Operation, Parameter, Recompute, Spec
+from platform.plan.model_types import Adapter, Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.operations.fused_attention import hides_most
 from platform.plan.operations.recorder import Recorder, Symbol
@@ -45,15 +48,17 @@ Columns = Mapping[str, NDArray[Any]]  # variable -> its value in each contender
 SEQUENCES = "microbatch"  # variable beside the sizes of axes
 SIDES = "rows", "columns", "inner", "batch"  # of a product
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
+UNTUNED = Tune()
+PARAMETERS = "parameter", "frozen", "quantised"  # elements of those that are trained, or not, or not and in 4 bits
 
 
 class Quantity(NamedTuple):
     """Meaning of a number of an operation: the SIDES of a product and how many such `products` there are; `fused` FLOPs
     of attention; elements of weights whose gradients are `summed` over microbatches; elements that are `touched` so
     often in the forward and the backward pass (`times`), or there to be `rebuilt`, `kept` for the latter, of the
-    `stream` between blocks, of a `parameter`, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
+    `stream` between blocks, of PARAMETERS, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
     if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
-    recompute=selective; `again`: done again with recompute=full."""
+    recompute=selective; `again`: done again with recompute=full; `frozen`: a product whose weight takes no gradient."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -62,6 +67,7 @@ class Quantity(NamedTuple):
     times: tuple[float, float] = (0.0, 0.0)
     inside: bool = False
     again: bool = True
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,11 +147,12 @@ class _SketchRecorder(Recorder):
         return x
 
 
-def count_operations(config: Any, layers: int, scheme: Scheme) -> Counter[Operation]:
+def count_operations(config: Any, layers: int, scheme: Scheme, adapters: Mapping[str, Adapter]) -> Counter[Operation]:
     """Return the operations of a model with so many layers, equal ones counted together under one of them."""
     model = build_model(replace(config, layers=layers))
-    sizes = {"memory_length": model.sizes["length"], **model.sizes, "batch": BASE}
-    recorder = _SketchRecorder(scheme, config.dropout, Recompute("selective"), config.fused_dropout, sizes=sizes)
+    sizes = {"memory_length": model.sizes["length"], **model.sizes, **adapter_sizes(adapters), "batch": BASE}
+    options = scheme, config.dropout, Recompute("selective"), config.fused_dropout
+    recorder = _SketchRecorder(*options, sizes=sizes, adapters=adapters)
     recorded: dict[tuple, Any] = find_recordings(model, recorder)
     if _SketchRecorder not in recorded:
         model.forward(recorder, {name: name for name in model.inputs})
@@ -154,28 +161,34 @@ def count_operations(config: Any, layers: int, scheme: Scheme) -> Counter[Operat
 
 
 def sketch_model(
-    config: Any, scheme: Scheme, axes: Sequence[str], alike: Mapping[int, int] | None = None
+    config: Any, scheme: Scheme, axes: Sequence[str], alike: Mapping[int, int] | None = None, tune: Tune = UNTUNED
 ) -> Sketch | None:
     """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
-    ranks; None if no plan of it is legal. `config`: the group model of a configuration; `alike`: numbers of
+    ranks; None if no plan of it is legal. `config`, `tune`: groups of a configuration; `alike`: numbers of
     layers, each with how many of those behind the first one are like it; by default all are like the second."""
+    adapters = find_adapters(config, tune, build_model(config))
     alike = {number: n for number, n in (alike or {1: config.layers - 1}).items() if n}
-    of_first, deeper = count_operations(config, 1, scheme), Counter[object]()
-    operations = count_operations(config, max(alike, default=0) + 1, scheme)
+    of_first, deeper = count_operations(config, 1, scheme, adapters), Counter[object]()
+    operations = count_operations(config, max(alike, default=0) + 1, scheme, adapters)
     for number, n in alike.items():
         for layers, sign in ((number + 1, n), (number, -n)):
-            for o, count in count_operations(config, layers, scheme).items():
+            for o, count in count_operations(config, layers, scheme, adapters).items():
                 deeper[o.nameless_key] += sign * count
     first = {o.nameless_key: n for o, n in of_first.items()}
     variables = (*axes, SEQUENCES)
     plannable = [o for o in operations if OPERATIONS[o.kind] not in (Ops.pointwise, Ops.residual)]
+    own = {part.name for adapter in adapters.values() for part in (adapter.down, adapter.up)}
+    frozen = tuple({p.name for o in operations for p in o.parameters if p.name not in own}) if adapters else ()
     kinds, values, exponents, whole, layer = [], [], [], [], []
     try:
-        probes = (_build_probe_planner(config, scheme, axes, grown) for grown in (None, *variables))
+        probes = (
+            _build_probe_planner(config, scheme, axes, grown, adapter_sizes(adapters), frozen)
+            for grown in (None, *variables)
+        )
         planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
         for o in operations:
             more_layers = deeper[o.nameless_key]
-            quantities = [list(_iterate_quantities(*pair, o)) for pair in planners]
+            quantities = [list(_iterate_quantities(*pair, o, tune.kind == "qlora")) for pair in planners]
             for i, (kind, value) in enumerate(quantities[0]):
                 grown = [more[i][1] if len(more) == len(quantities[0]) else value for more in quantities[1:]]
                 kinds.append(kind._replace(inside=o.recomputed))
@@ -198,24 +211,32 @@ def sketch_model(
     return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch, is_traceable)
 
 
-def _build_probe_planner(config: Any, scheme: Scheme, axes: Sequence[str], grown: str | None) -> Planner:
+def _build_probe_planner(
+    config: Any,
+    scheme: Scheme,
+    axes: Sequence[str],
+    grown: str | None,
+    more: Mapping[str, int],
+    frozen: tuple[str, ...],
+) -> Planner:
     """Return the planner of a model on a mesh of two ranks along each axis, four along the axis `grown`, or with twice
-    the sequences if `grown` is these."""
+    the sequences if `grown` is these. `more`: sizes of adapters; `frozen`: names of what has them."""
     mesh = Mesh.arrange_axes({"stage": 1, **{a: 4 if a == grown else 2 for a in axes}})
     batch = BASE * (2 if grown == SEQUENCES else 1) * prod(mesh.axes[a] for a in axes if a in REPLICAS)
     model = build_model(replace(config, layers=1))
     model_sizes = dict(model.sizes)
-    sizes = {"memory_length": model_sizes["length"], **model_sizes, "batch": batch}
+    sizes = {"memory_length": model_sizes["length"], **model_sizes, **more, "batch": batch}
     if "vocab" in sizes:
         sizes["vocab"] = pad_to_multiple(sizes["vocab"], ALIGNED)
-    return Planner(mesh, scheme, sizes, {})
+    return Planner(mesh, scheme, sizes, {}, frozen=frozen)
 
 
 def _iterate_quantities(
-    planner: Planner, planned_operations: PlannedOperations, o: Operation
+    planner: Planner, planned_operations: PlannedOperations, o: Operation, quantises: bool
 ) -> Iterator[tuple[Quantity, float]]:
     """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh. Of experts' rows an
-    even routing's are computed and sent, and the worst one's kept, as a run must have room for them."""
+    even routing's are computed and sent, and the worst one's kept, as a run must have room for them. `quantises`: what
+    is frozen is kept in 4 bits where it can be."""
     output = o.outputs[0] if o.outputs else None
     room = float(prod(planner.local_shape(output))) if output else 0.0
     size = room * even_share_of_planned_rows_of_spec(planner, output) if output else 0.0
@@ -229,15 +250,16 @@ def _iterate_quantities(
         return
     planned = planned_operations[o.kind, o.name]
     if planned.groups:
-        products = Counter(p for group in planned.groups for p in list_group_products(planner, o, group))
-        for product, count in products.items():
+        products = Counter((p, g.is_frozen) for g in planned.groups for p in list_group_products(planner, o, g))
+        for (product, frozen), count in products.items():
             sides = zip(SIDES, product[: len(SIDES)], strict=True)
-            yield from ((Quantity(side, again=not planned.once), size) for side, size in sides)
+            yield from ((Quantity(side, again=not planned.once, frozen=frozen), size) for side, size in sides)
             yield Quantity("products", again=not planned.once), count
         for group in (g for g in planned.groups if planned.rebuilds_input(g)):
             rebuilt = prod(group.x.before) * even_share_of_planned_rows(planner, o)
             yield Quantity("rebuilt", times=(0, accesses_to_rebuild(o))), rebuilt
-        weights = (e for g in planned.groups for e in g.einsums if isinstance(o.inputs[1 + e.index], Parameter))
+        einsums = (e for g in planned.groups for e in g.einsums if not e.frozen)
+        weights = (e for e in einsums if isinstance(o.inputs[1 + e.index], Parameter))
         yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
     else:
         if flops := attention_flops(planner, o) if op.chooses_kernel else op.count_block_flops(planner, o):
@@ -249,7 +271,8 @@ def _iterate_quantities(
         yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)
     for p in o.parameters:
         axes = mesh.order_axes(partial_axes(planner.layout(p), planned.compute_axes))
-        yield Quantity("parameter", axes), prod(planner.local_shape(p))
+        what = PARAMETERS[planner.is_frozen(p) * (1 + (quantises and can_quantise(p)))]
+        yield Quantity(what, axes, again=False), prod(planner.local_shape(p))
     ahead, results = Counter(_weight_collectives(planner, planned)), Counter(planned.results if planned.once else ())
     for c in planned.collectives:
         ahead[c] -= (goes := ahead[c] > 0)
@@ -261,9 +284,11 @@ def _iterate_quantities(
         kind = Quantity("ahead" if goes else "collective", axes, c.op, c.phase)
         yield kind._replace(again=not is_left_out), elements
         if c.op == "all_gather":
-            is_kept = c.phase == "forward" and planner.scheme.gathered == "keep"
-            if is_kept or not goes:
-                yield Quantity("kept" if is_kept else "pending"), c.elements * mesh.count_ranks(c.axes)
+            what = "kept" if c.phase == "forward" and planner.scheme.gathered == "keep" else "pending"
+            if what == "kept" or not goes:
+                yield Quantity(what), c.elements * mesh.count_ranks(c.axes)
+            if what == "kept" and not goes:  # in place of its part
+                yield Quantity(what), -c.elements
 
 
 def _weight_collectives(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:

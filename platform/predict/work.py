@@ -203,7 +203,8 @@ class WorkRecorder(Recorder):
     def __init__(self, plan: Plan, execution: Execution, known: _Known, reasons: Mapping[str, str]):
         """Begin a pass under a plan, as `execution` says; `known` grows. `reasons`: why blocks of the plan are not
         compiled as one function."""
-        super().__init__(plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout)
+        options = plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout
+        super().__init__(*options, adapters=plan.adapters)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.system, self.redone, self._known = execution.system, execution.redone, known
         self._splits = execution.table is not None and execution.table.splits_weight_gradients

@@ -99,7 +99,7 @@ class Recorder(Ops):
         """Mark the last product of a recomputed stretch, whose operations begin at `first_operation`, if no gradient
         needs its result: all behind it add or drop."""
         last = len(self.operations) - 1
-        while last >= first_operation and OPERATIONS[self.operations[last].kind].needs_no_value:
+        while last >= first_operation and _needs_no_value(self.operations[last]):
             last -= 1
         behind = [words[1:] for words in self.functions if words[0] > last]
         if last >= first_operation and all(words[:2] == ("pointwise", "add") for words in behind):
@@ -183,6 +183,11 @@ class Recorder(Ops):
 
     def fuses_attention(self, name, spec) -> bool:
         return (self.fused_dropout or not self.dropout_rate) and self.scheme.fuses_attention(spec.region)
+
+
+def _needs_no_value(o: Operation) -> bool:
+    """Return True if no gradient of a recorded operation depends on a value of its inputs."""
+    return OPERATIONS[o.kind].needs_no_value or (o.kind, o.name) == (Ops.pointwise.kind, "add")
 
 
 _ELSEWHERE = "on another axis, or on none"

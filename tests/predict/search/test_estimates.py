@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -58,14 +58,15 @@ def draw_contender(rng: Random, field: ContenderGrid) -> Contender | None:
     return replace(space.build_contender(rng.choice(modes), sizes)) if modes else None
 
 
-def compare(seed: int, count: int, refined: bool = False) -> Iterator[Compared]:
-    """Random contenders, or such that are `refined`."""
+def compare(seed: int, count: int, refined: bool = False, tunes: Sequence[str] = ("none",)) -> Iterator[Compared]:
+    """Random contenders, or such that are `refined`; `tunes`: what may be trained."""
     rng = Random(seed)
     while count:
         model, layers = rng.choice([*MODELS.items()])
         gpu, workers = rng.choice([*GPUS]), rng.choice((4, 8, 16, 32, 64))
         sizes = f"model.layers={rng.choice(layers)}", "model.vocab=32000", f"train.global_batch={workers * 4}"
-        config = compose_config([*model.split(), *sizes, f"cluster.gpu={gpu}", "plan.search=[all]"])
+        tune = f"tune={rng.choice(tunes)}" if tunes[1:] else "tune=none"
+        config = compose_config([*model.split(), *sizes, f"cluster.gpu={gpu}", "plan.search=[all]", tune])
         field = ContenderGrid(SearchSpace(config), workers, 80e9, read_hardware(GPUS[gpu]))
         choice = draw_contender(rng, field)
         if choice and refined:
@@ -73,7 +74,7 @@ def compare(seed: int, count: int, refined: bool = False) -> Iterator[Compared]:
             choice = rng.choice(more) if more else None
         rated = choice and field.estimate_choices([choice])[0]
         made = choice and field.space.build_config(choice)
-        if not rated or violations_of_configuration(made) or not (plan := plan_quickly(made)):
+        if not rated or violations_of_configuration(made) or not (plan := plan_quickly(made, weighs=False)):
             continue
         count -= 1
         price = step_price(made, plan, field.hardware).seconds
@@ -103,6 +104,13 @@ def test_estimates_of_refined_contenders_are_not_far_off(count):
     assert len(far_off(compared)) <= 0.25 * count, far_off(compared)
 
 
+@pytest.mark.parametrize("count", [3, pytest.param(80, marks=pytest.mark.full)])
+def test_estimates_know_adapters_and_what_is_frozen(count):
+    compared = list(compare(9, count, tunes=("lora", "qlora")))
+    assert 0.9 < median(c.seconds for c in compared) < 1.1 and 0.9 < median(c.memory for c in compared) < 1.15
+    assert len(far_off(compared)) <= 0.12 * count, far_off(compared)
+
+
 def test_estimates_of_the_best_are_within_five_percent_of_their_price():
     """Of the estimated best of each mode: a search is as good as these are near."""
     model = "model=gpt3_13b", "model.layers=9"
@@ -124,6 +132,8 @@ HOST_BOUND = {
     "padding": "model=t5_large_mod branch=none",
     "mlp in chunks": "model=gpt3_13b train.mlp_chunks=2",
     "attention again": "model=t5_large_mod branch=none recompute=selective",
+    "adapters": "model=gpt3_13b tune=lora",
+    "adapters beside 4 bits": "model=gpt3_13b tune=qlora",
     "weights apart": "model=gpt3_13b pipeline=zb_h1 pipeline.stages=2 train.microbatch=1",
 }
 
@@ -131,13 +141,25 @@ HOST_BOUND = {
 @pytest.mark.parametrize("name", HOST_BOUND)
 def test_estimates_know_which_blocks_are_compiled_whole(name):
     """Where a device waits for its host's calls, an estimate for the other kind of blocks is off by two or more."""
-    typed = [*HOST_BOUND[name].split(), *NARROW.split(), "parallel.data=2", "train.global_batch=8"]
-    config = compose_config([*typed, "cluster.gpu=A100-80GB", "cluster.device=cuda", "plan.search=[train.microbatch]"])
+    assert 0.75 < estimate_typed(*HOST_BOUND[name].split(), *NARROW.split()).seconds < 1.35
+
+
+def estimate_typed(*typed: str) -> Compared:
+    both = "parallel.data=2", "train.global_batch=8", "cluster.gpu=A100-80GB", "cluster.device=cuda"
+    config = compose_config([*typed, *both, "plan.search=[train.microbatch]"])
     workers = 2 * config.pipeline.stages
     grid = ContenderGrid(SearchSpace(config), workers, 80e9, read_hardware("a100_80g"))
-    rated = grid.estimate_choices([grid.space.read_contender()])[0]
-    price = step_price(config, plan_quickly(config), grid.hardware).seconds
-    assert 0.75 < rated.seconds / price < 1.35, rated.seconds / price
+    rated, plan = grid.estimate_choices([grid.space.read_contender()])[0], plan_quickly(config)
+    seconds, memory = step_price(config, plan, grid.hardware).seconds, predict_peak_bytes(config, plan)
+    return Compared(" ".join(typed), rated.choice, rated.seconds / seconds, rated.memory / memory)
+
+
+def test_negative_control_a_sketch_that_knows_no_adapters(monkeypatch):
+    sketch, typed = search.sketch_model, ("model=gpt3_13b", "tune=lora", "precision=bf16", "model.layers=4")
+    assert 0.9 < estimate_typed(*typed).memory < 1.15
+    monkeypatch.setattr(search, "_SKETCHES", {})
+    monkeypatch.setattr(search, "sketch_model", lambda *x: sketch(*x[:-1]))
+    assert estimate_typed(*typed).memory > 1.4
 
 
 def test_negative_control_a_meter_that_counts_double(monkeypatch):
