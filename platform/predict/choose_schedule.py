@@ -253,15 +253,18 @@ def violations_of_kernel(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def violations_of_selective(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield a refusal line if recompute=selective saves nothing on GPUs: a kernel that computes attention keeps its
-    queries, keys and values, which recomputation keeps too, and no scores."""
-    if config.recompute != "selective" or config.cluster.device != "cuda":
-        return
-    resolved = resolve_auto_kernels(plan, "cuda", config.model.dropout).operations.values()
-    again = [dict(o.operation.attributes) for o in resolved if o.operation.recomputed]
-    if all(attributes.get("kernel", MATH) != MATH or attributes.get("grouped") for attributes in again):
+    """Yield a refusal line if recompute=selective saves nothing on the workers' GPUs."""
+    if config.recompute == "selective" and config.cluster.device == "cuda" and not saves_scores(config, plan):
         constraint = "saves nothing where one kernel computes attention, which keeps no scores"
         yield format_violation("recompute", "selective", constraint, ["none", "full"])
+
+
+def saves_scores(config: Config, plan: Plan) -> bool:
+    """Return True if recompute=selective, which a plan has, saves memory on GPUs: a kernel of attention keeps its
+    queries, keys and values, which recomputation keeps too, and no scores."""
+    resolved = resolve_auto_kernels(plan, "cuda", config.model.dropout).operations.values()
+    again = [dict(o.operation.attributes) for o in resolved if o.operation.recomputed]
+    return not all(attributes.get("kernel", MATH) != MATH or attributes.get("grouped") for attributes in again)
 
 
 def _dropout_remark(dropout: float) -> str:

@@ -21,6 +21,9 @@ from platform.config.layout_rules import forbids_zero, list_tensor_axes
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.scheme import GATHERED, TENSOR_EXPERTS, axes_of_experts
+from platform.predict.choose_schedule import saves_scores
+from platform.predict.make_plan import plan_quickly
+from platform.predict.memory_budget import device_kind
 
 # Schemes that tensor=auto chooses among, the simplest first. 2d is 2d_gather in more and smaller messages.
 SCHEMES = ("serial", "1d", "1d_sp", "2d_gather", "2p5d", "3d", "3d_literal")
@@ -117,9 +120,7 @@ class Contender:
         lambda space, x: x["microbatch"] <= space.config.train.global_batch // x["data"],
         lambda _, c: [n for n in _halve_and_double(c.microbatch) if 1 <= n <= MOST_SEQUENCES],
     )  # fmt: skip
-    recompute: str = choosable(
-        "none", "recompute", MODE, lambda space, _: ("full",) if space.config.recompute_offload else RECOMPUTE
-    )
+    recompute: str = choosable("none", "recompute", MODE, lambda space, c: space.list_recomputations(c.scheme))
     recompute_every: int = choosable(
         1, "recompute_every", MODE,
         lambda space, c: [
@@ -197,6 +198,7 @@ class SearchSpace:
     """Values that a configuration allows for each part of a Contender: one of a set key, all of an open one."""
 
     config: Config
+    _recomputations: dict[str, Sequence[str]] = field(default_factory=dict)  # by tensor scheme
 
     @cached_property
     def scheme_tables(self) -> Mapping[str, Tensor]:
@@ -253,6 +255,21 @@ class SearchSpace:
         """Return the values of a part with a row of `values` to choose among; one if its key is set."""
         values = CHOOSABLE[part].values
         return self.list_configured_value(part) or [*(values(self, contender) if values else ())]
+
+    def list_recomputations(self, scheme: str) -> Sequence[str]:
+        """Return the kinds of recomputation that save memory under a tensor scheme, as a plan of one layer shows."""
+        if self.config.recompute_offload:
+            return ("full",)
+        if scheme not in self._recomputations:
+            sizes = {**dict.fromkeys(self.name_axes(scheme), 2), **dict.fromkeys(list_parts(AXIS, SIZE), 1)}
+            sizes["microbatch"] = MOST_SEQUENCES
+            config = self.build_config(self.build_contender(Contender(scheme, (), recompute="selective"), sizes))
+            plan = device_kind(config) == "cuda" and plan_quickly(
+                replace(config, model=replace(config.model, layers=1))
+            )
+            saving = RECOMPUTE if not plan or saves_scores(config, plan) else ("none", "full")
+            self._recomputations[scheme] = saving
+        return self._recomputations[scheme]
 
     def mask_allowed(self, part: str, x: Mapping[str, Any], start: Contender) -> Any:
         """Return which contenders may have their value of a part, by what they have: the first value, all of them."""

@@ -108,6 +108,17 @@ def test_layers_that_stages_do_not_divide_are_interleaved_too(stages, chunks):
     assert found[-1].price.seconds < step_price(straight, make_plan(straight), hardware).seconds
 
 
+@pytest.mark.parametrize(
+    ("more", "kinds"),
+    [((), {"none", "full"}), (("model.dropout=0.1",), {"none", "selective", "full"}), (("recompute=full",), {"full"})],
+)
+def test_contenders_have_no_recomputation_that_plans_refuse(more, kinds):
+    """One kernel of attention keeps no scores that could be made again; dropout is drawn where no kernel does it."""
+    config = composed(*TINY, "cluster.device=cuda", "precision=bf16", "plan.search=[tensor]", "recompute=auto", *more)
+    space = SearchSpace(config)
+    assert {kind for start in space.list_starts() for kind in space.list_values("recompute", start)} == kinds
+
+
 def test_the_same_search_has_the_same_outcome():
     config = composed(*TINY, "tensor=auto", "pipeline=auto", "parallel.data=-1", "train.microbatch=-1")
     first, second = (search_plans(config, 6, LARGE, choose_pricing_hardware(config)) for _ in range(2))
