@@ -7,8 +7,9 @@ import time
 
 from platform.launch import compose_config
 from platform.plan.plan_builder import pause_garbage_collection
+from platform.predict.contender_grid import ContenderGrid
 from platform.predict.contenders import SearchSpace
-from platform.predict.search import ContenderGrid, search_plans
+from platform.predict.search import search_plans
 from platform.predict.step_price import read_hardware
 
 GIVEN = "+experiment=gpt175b", "model=gpt_1t", "plan.search=[all]", "train.global_batch=3072"

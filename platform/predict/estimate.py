@@ -17,6 +17,7 @@ from platform.plan.schedule import place_layers
 from platform.plan.scheme import CONTEXT, REPLICAS
 from platform.plan.step_collectives import DECODED
 from platform.predict import price
+from platform.predict.bucket_size import MIB, choose_bucket_count
 from platform.predict.contenders import Contender
 from platform.predict.footprint import ROUNDING, overhead_bytes
 from platform.predict.hardware import Hardware
@@ -290,10 +291,10 @@ class Estimator:
     def _count_buckets(self, axes: tuple[str, ...], size: Column) -> Column:
         """Return in how many buckets `size` bytes of gradients, summed over some axes, are, wherever blocks end."""
         if (mib := self.setting.bucket_mib) is not None:
-            return np.ceil(size / max(1, mib * price.MIB))
+            return np.ceil(size / max(1, mib * MIB))
         latency = self.collective_seconds("all_reduce", axes, np.zeros_like(size))
         transfer = self.collective_seconds("all_reduce", axes, size) - latency
-        return price.choose_bucket_count(transfer, np.maximum(LEAST, self.setting.hardware.interference * latency))
+        return choose_bucket_count(transfer, np.maximum(LEAST, self.setting.hardware.interference * latency))
 
     @cached_property
     def _stream(self) -> tuple[Column, tuple[str, ...]]:

@@ -44,14 +44,8 @@ from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.price import StepPrice, price_work
 from platform.predict.step_price import build_step_work, find_gpu_hardware, read_hardware
-from platform.predict.work import (
-    EVEN,
-    StepWork,
-    System,
-    count_step_flops,
-    find_redone_words,
-    split_foreign_recompute_words,
-)
+from platform.predict.systems import System, find_redone_words, split_foreign_recompute_words
+from platform.predict.work import EVEN, StepWork, count_step_flops
 
 # column -> key that its cells set; a column with a key's own name, such as model.kv_heads, sets that key
 COLUMNS = {

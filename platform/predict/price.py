@@ -1,8 +1,8 @@
 """Price of a training step: the plan's work and collectives in seconds of a hardware, put together by the schedule.
 
 Single operations come first: a matrix product by its shape, kernels by their bytes, a collective by the tier that its
-group spans; `choose_bucket_count` finds the buckets of gradients that cost the fewest seconds. `queueing_seconds` is
-the time by which a step takes longer where messages wait for each other on busy links between stages.
+group spans. `queueing_seconds` is the time by which a step takes longer where messages wait for each other on busy
+links between stages.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import ceil, prod
-from typing import Any, NamedTuple
+from math import ceil
+from typing import Any
 
 import numpy as np
 
-from platform.plan.chunks import BUCKET_MIB
 from platform.plan.generators import SHIPPED, generate
 from platform.plan.layout import Mesh
 from platform.plan.operation_plan import EVER, Collective
@@ -26,15 +25,11 @@ from platform.plan.plan_summary import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE
 from platform.plan.schedule import Action, Kind, Schedule
 from platform.plan.scheme import CONTEXT, REPLICAS
 from platform.plan.simulate import Simulation, StageMessages, compute_makespan, makespan_over_links, simulate
-from platform.plan.step_collectives import bucket_collectives
 from platform.predict.hardware import Hardware
 from platform.predict.work import EVEN, Execution, Launches, MatrixProduct, Part, PassWork, StepWork
 
 Number = Any  # a number, or an array of numbers
 Flag = Any  # True or False, or an array of them
-
-MIB = 1 << 20
-WHOLE = 1 << 30  # MiB: a stage's gradients in as few buckets as there can be
 
 # Tiles in which libraries compute products, rows by columns in units of the hardware's `tile`, and the share that each
 # reaches of the speed of the largest: a smaller one reads more of its operands per product. A product takes the best of
@@ -193,52 +188,6 @@ def update_bytes(itemsize: Mapping[str, int], moments: float) -> float:
     # gradients are read for their norm, then read and cleared; masters and moments read and written; copies written
     wide, narrow = itemsize["master"], itemsize["compute"]
     return wide * (3 + 2 * (1 + moments)) + (narrow if narrow != wide else 0)
-
-
-class _Sums(NamedTuple):
-    """Sums of a stage's gradients: seconds in which the bytes of all move once (`transfer`), seconds by which each
-    bucket makes a step longer beside its bytes (`each`), and bytes of the gradients, summed or not (`size`)."""
-
-    transfer: float
-    each: float
-    size: int
-
-
-def choose_bucket_count(transfer: Number, each: Number) -> Number:
-    """Return in how many buckets to sum what moves in `transfer` seconds, if one costs `each` > 0 seconds beside."""
-    # the backward pass hides all but the last bucket's transfer / n, and n buckets cost n * each: least where equal
-    return np.maximum(1.0, np.sqrt(transfer / each))
-
-
-def choose_bucket_mebibytes(plan: Plan, hardware: Hardware) -> int:
-    """Return the MiB of gradients in a bucket that suit a plan on the links of a hardware, at least 1; BUCKET_MIB if
-    ranks sum none."""
-    if not any(plan.reductions.values()):
-        return BUCKET_MIB
-    whole_plan = replace(plan, bucket_mib=WHOLE, shorter={})
-    elements = Counter[int]()  # by stage; the largest one counts
-    for p in plan.parameters:
-        elements.update(dict.fromkeys(plan.stages_of[p.name], prod(plan.local_shape(p))))
-    sums = _price_gradient_sums(whole_plan.stage_part(max(elements, key=elements.__getitem__)), hardware)
-    if not sums.each:
-        return BUCKET_MIB
-    return max(1, ceil(sums.size / float(choose_bucket_count(sums.transfer, sums.each)) / MIB))
-
-
-def _price_gradient_sums(plan: Plan, hardware: Hardware) -> _Sums:
-    """Return the sums of one stage's gradients on a hardware. `plan`: the plan of that stage, in few buckets."""
-    transfer, each = 0.0, Counter[int]()  # by identity of a bucket
-    for reduction in bucket_collectives(plan):
-        full = reduction.collective
-        if reduction.place == "matrices":  # of parameters, whatever buckets they are in
-            continue
-        seconds = collective_seconds(full, plan.mesh, hardware, plan.itemsize)
-        latency = collective_seconds(replace(full, elements=0), plan.mesh, hardware, plan.itemsize)
-        transfer += seconds - latency
-        each[id(reduction.bucket)] += hardware.interference * reduction.launches * latency  # type: ignore[assignment]
-    seconds_by_kind = {(b.axes, b.only): each[id(b)] for b in plan.buckets}  # each chunk of a stage has its own
-    size = sum(b.elements for b in plan.buckets) * plan.itemsize["master"]
-    return _Sums(transfer, sum(seconds_by_kind.values()), size)
 
 
 CROWDED = 0.05  # of a chunk's passes: a way there and back that takes less waits for no other one

@@ -22,6 +22,7 @@ from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number
+from platform.predict.contender_grid import ContenderGrid, Rated
 from platform.predict.contenders import (
     CHOOSABLE,
     MOST_CHUNKS,
@@ -40,7 +41,7 @@ from platform.predict.memory_budget import (
     predict_host_bytes,
     predict_peak_bytes,
 )
-from platform.predict.search import ContenderGrid, Rated, plan_finalist
+from platform.predict.search import plan_finalist
 
 SHOWN = 3  # changes
 DEEP = 32  # layers, beyond which no more plans than are shown are priced: each takes milliseconds for a layer

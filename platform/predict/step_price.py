@@ -23,9 +23,10 @@ from platform.plan.gantt import draw_gantt_svg
 from platform.plan.plan import Plan
 from platform.plan.simulate import simulate
 from platform.plan.step_collectives import may_compile
+from platform.predict.bucket_size import choose_bucket_mebibytes
 from platform.predict.choose_schedule import build_schedule
 from platform.predict.hardware import Hardware, HardwareMistake, parse_hardware
-from platform.predict.price import StepPrice, choose_bucket_mebibytes, price_work, simulate_schedule
+from platform.predict.price import StepPrice, price_work, simulate_schedule
 from platform.predict.work import EVEN, Execution, StepWork, step_work
 
 FOLDER = CONF / "hardware"

@@ -14,7 +14,8 @@ from platform.predict.measured_runs import MeasuredRun
 from platform.predict.memory_budget import predict_peak_bytes
 from platform.predict.plan_report import align_rows
 from platform.predict.step_price import build_step_work, memory_of_worker
-from platform.predict.work import System, count_step_flops
+from platform.predict.systems import System
+from platform.predict.work import count_step_flops
 
 
 class JobPrice(NamedTuple):

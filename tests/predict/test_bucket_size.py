@@ -9,9 +9,9 @@ import pytest
 from platform.launch import compose_config
 from platform.plan.chunks import BUCKET_MIB
 from platform.plan.plan import Plan
+from platform.predict.bucket_size import choose_bucket_count, choose_bucket_mebibytes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
-from platform.predict.price import choose_bucket_count, choose_bucket_mebibytes
 from platform.predict.step_price import read_hardware, step_price
 
 GPT_2 = ("+experiment=one_gpu", "cluster.gpu=H100", "parallel.data=8")

@@ -12,9 +12,10 @@ from platform.boundary.refusals import ConfigError
 from platform.config.layout_rules import OPEN_KEYS
 from platform.launch import compose_config
 from platform.predict import contenders, remedies, search
+from platform.predict.contender_grid import ContenderGrid
 from platform.predict.contenders import CHOOSABLE, MODE, SKETCH, SearchSpace, choosable
 from platform.predict.make_plan import make_plan
-from platform.predict.search import ContenderGrid, choose_plan, search_plans
+from platform.predict.search import choose_plan, search_plans
 from platform.predict.step_price import read_hardware, step_price
 from tests.harness.oracle import configure, prove
 

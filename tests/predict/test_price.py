@@ -41,7 +41,8 @@ from platform.predict.step_price import (
     read_hardware,
     step_price,
 )
-from platform.predict.work import FUSED_BACKWARD, Execution, MatrixProduct, System, record_chunk_work
+from platform.predict.systems import System
+from platform.predict.work import FUSED_BACKWARD, Execution, MatrixProduct, record_chunk_work
 
 A100 = read_hardware("a100_80g")
 SMALL = ["+experiment=gpt_quick", "model.layers=4", "parallel.data=1", "tensor=serial", "train.global_batch=32"]

@@ -24,7 +24,8 @@ from platform.predict.measured_runs import (
 from platform.predict.memory_budget import predict_footprints
 from platform.predict.price import price_work
 from platform.predict.step_price import build_step_work, read_hardware
-from platform.predict.work import System, count_step_flops
+from platform.predict.systems import System
+from platform.predict.work import count_step_flops
 
 TABLES = Path(__file__).parent / "tables"
 SIZES = {"gpt_1_7b": 1.7, "gpt_3_6b": 3.6, "gpt_7_5b": 7.5, "gpt_18_4b": 18.4, "gpt_39_1b": 39.1, "gpt_76_1b": 76.1,

@@ -13,7 +13,8 @@ from platform.launch import compose_config
 from platform.plan.plan_summary import STAGE
 from platform.predict.measured_runs import MeasuredRun, compare_runs, read_measured_runs, read_system
 from platform.predict.price import StepPrice, beside_passes_seconds, price_work
-from platform.predict.work import PassWork, System
+from platform.predict.systems import System
+from platform.predict.work import PassWork
 
 HEAD = "name,hardware,gpus,layers,d_model,heads,length,vocab,microbatch,global_batch,tensor,axes,seconds"
 DENSE = "h100,{gpus},8,4096,32,2048,32000,1,{batch},{tensor},1"

@@ -13,12 +13,12 @@ import pytest
 
 from platform.config.validation import violations_of_configuration
 from platform.launch import compose_config
-from platform.predict import search
+from platform.predict import contender_grid, search
+from platform.predict.contender_grid import ContenderGrid
 from platform.predict.contenders import CHOOSABLE, MODE, Contender, SearchSpace, list_parts
 from platform.predict.estimate import PassBytes
 from platform.predict.make_plan import plan_quickly
 from platform.predict.memory_budget import predict_peak_bytes
-from platform.predict.search import ContenderGrid
 from platform.predict.step_price import read_hardware, step_price
 
 MODELS = {
@@ -155,20 +155,20 @@ def estimate_typed(*typed: str) -> Compared:
 
 
 def test_negative_control_a_sketch_that_knows_no_adapters(monkeypatch):
-    sketch, typed = search.sketch_model, ("model=gpt3_13b", "tune=lora", "precision=bf16", "model.layers=4")
+    sketch, typed = contender_grid.sketch_model, ("model=gpt3_13b", "tune=lora", "precision=bf16", "model.layers=4")
     assert 0.9 < estimate_typed(*typed).memory < 1.15
-    monkeypatch.setattr(search, "_SKETCHES", {})
-    monkeypatch.setattr(search, "sketch_model", lambda *x: sketch(*x[:-1]))
+    monkeypatch.setattr(contender_grid, "_SKETCHES", {})
+    monkeypatch.setattr(contender_grid, "sketch_model", lambda *x: sketch(*x[:-1]))
     assert estimate_typed(*typed).memory > 1.4
 
 
 def test_negative_control_a_meter_that_counts_double(monkeypatch):
     """The comparison with the memory meter is what makes estimates of memory near."""
-    metered = search.meter_passes
+    metered = contender_grid.meter_passes
 
     def double(*arguments: object) -> PassBytes | None:
         passes = metered(*arguments)
         return passes and PassBytes(*(tuple(2 * size for size in pair) for pair in passes))
 
-    monkeypatch.setattr(search, "meter_passes", double)
+    monkeypatch.setattr(contender_grid, "meter_passes", double)
     assert np.median([c.memory for c in compare(4, 12)]) > 1.05

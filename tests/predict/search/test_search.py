@@ -18,13 +18,14 @@ from platform.launch import compose_config
 from platform.optimizer.optimizers import OPTIMIZERS, count_states_per_element
 from platform.predict import make_plan as planning
 from platform.predict import search as ranking
+from platform.predict.contender_grid import ContenderGrid
 from platform.predict.contenders import CHOOSABLE, Contender, SearchSpace
 from platform.predict.estimate import Estimator
 from platform.predict.footprint import weight_bytes
 from platform.predict.make_plan import make_plan, plan_quickly
 from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes
 from platform.predict.replan import replan
-from platform.predict.search import ContenderGrid, choose_plan, format_ranking, search_plans
+from platform.predict.search import choose_plan, format_ranking, search_plans
 from platform.predict.step_price import choose_pricing_hardware, read_hardware, step_price
 
 TINY = ("model.layers=2", "model.d_model=64", "model.d_ff=128", "model.length=32", "model.vocab=256", "data=synthetic")
