@@ -260,8 +260,7 @@ def violations_of_selective(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def saves_scores(config: Config, plan: Plan) -> bool:
-    """Return True if recompute=selective, which a plan has, saves memory on GPUs: a kernel of attention keeps its
-    queries, keys and values, which recomputation keeps too, and no scores."""
+    """Return True if recompute=selective saves scores on GPUs, which one kernel of attention does not keep."""
     resolved = resolve_auto_kernels(plan, "cuda", config.model.dropout).operations.values()
     again = [dict(o.operation.attributes) for o in resolved if o.operation.recomputed]
     return not all(attributes.get("kernel", MATH) != MATH or attributes.get("grouped") for attributes in again)

@@ -235,8 +235,7 @@ def _iterate_quantities(
     planner: Planner, planned_operations: PlannedOperations, o: Operation, quantises: bool
 ) -> Iterator[tuple[Quantity, float]]:
     """Yield the numbers of an operation on a rank, each with its kind; the same kinds on any mesh. Of experts' rows an
-    even routing's are computed and sent, and the worst one's kept, as a run must have room for them. `quantises`: what
-    is frozen is kept in 4 bits where it can be."""
+    even routing's are computed and sent, and the worst one's kept. `quantises`: True if frozen ones are in 4 bits."""
     output = o.outputs[0] if o.outputs else None
     room = float(prod(planner.local_shape(output))) if output else 0.0
     size = room * even_share_of_planned_rows_of_spec(planner, output) if output else 0.0
