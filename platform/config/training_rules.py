@@ -562,7 +562,7 @@ def _violations_of_teacher(config: Config) -> Iterator[str]:
         constraint = f"must be <= model.vocab={model.vocab}"
         yield format_violation("train.loss_settings.top", top, constraint, [model.vocab, 0])
     if config.data.kind == "synthetic":
-        yield format_violation("data.kind", "synthetic", "has no end, and a teacher reads all of it first", ["stdlib"])
+        yield format_violation("data.kind", "synthetic", "has no samples with a place in teacher.bin", ["stdlib"])
     yield from _violations_of_streams(config, f"train.loss={DISTILL}: a teacher reads the data before the first step")
 
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from platform.plan.model_types import TEACHER
 
 logger = logging.getLogger(__name__)
 TRAIN, VALIDATION = "train", "validation"
+_AT_ONCE = 1 << 16  # samples that are looked for together
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ class Corpus:
         for part, stream, rows, index in self.locate_samples(split, numbers):
             source_tensors = self.objective.batch(stream, index, keys[rows])
             if self.teacher:
-                place = split.partition("/")[0], part.name, index
-                source_tensors[TEACHER] = self.teacher.number_labels(*place, source_tensors["labels"])
+                first = self.first_samples[split.partition("/")[0], part.name]
+                source_tensors[TEACHER] = self.teacher.number_labels(first + index, source_tensors["labels"])
             if len(rows) == len(numbers):
                 return source_tensors
             for name, values in source_tensors.items():
@@ -176,14 +177,27 @@ class Corpus:
                 stream_index = part.labelled[split][stream_index]
             yield SamplePlaces(part, stream, rows, stream_index)
 
-    def number_teacher_records(self, length: int) -> TeacherClasses:
-        """Return the places of a teacher's records of this corpus, one for each of `length` tokens of each sample."""
-        first_records, count = dict[tuple[str, str], int](), 0
+    @cached_property
+    def first_samples(self) -> dict[tuple[str, str], int]:
+        """Return by split and source how many samples earlier streams have: a sample's number counts on from there."""
+        first_samples, count = dict[tuple[str, str], int](), 0
         for part in self.parts:
             for split, stream in part.streams.items():
-                first_records[split, part.name] = count
-                count += max(0, self.objective.samples(stream)) * length
-        return TeacherClasses(length, first_records, count)
+                first_samples[split, part.name] = count
+                count += max(0, self.objective.samples(stream))
+        return first_samples
+
+    def list_read_samples(self, ranges: Sequence[tuple[str, int, int]]) -> Ints:
+        """Return the numbers (`first_samples`) of the samples that `ranges` (split, first, end) of the global orders
+        read, each once, in the order in which they are first read."""
+        read, total = dict[int, None](), sum(self.count_samples(split) for split in {split for split, *_ in ranges})
+        for split, start, end in ranges:
+            for first in range(start, end, _AT_ONCE) if len(read) < total else ():
+                numbers = np.arange(first, min(first + _AT_ONCE, end))
+                for part, _, rows, index in self.locate_samples(split, numbers.copy()):
+                    numbers[rows] = self.first_samples[split.partition("/")[0], part.name] + index
+                read |= dict.fromkeys(numbers.tolist())
+        return np.fromiter(read, np.int64, len(read))
 
     def count_source_samples(self, part: SourceTokens, split: str) -> int:
         """Count the samples that a data source has in one epoch of a split; if streamed, in its first block."""
@@ -207,7 +221,7 @@ def open_run_corpus(config: Config, *, shared: Path | None = None, entry: str = 
         shared=shared,
         entry=Path(entry) if entry else None,
     )
-    return replace(corpus, teacher=corpus.number_teacher_records(model.length)) if distill_settings(config) else corpus
+    return replace(corpus, teacher=TeacherClasses(model.length)) if distill_settings(config) else corpus
 
 
 def open_corpus(

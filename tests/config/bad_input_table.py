@@ -288,7 +288,7 @@ tensor=3d tensor.vectors=diagonal parallel.data=2 parallel.zero=1 | parallel.zer
 tensor=3d tensor.order=[z,x] | tensor.order=[z,x]: lacks y | [z,x,y]
 train.loss=huber | train.loss=huber: unknown | '', cross_entropy
 train.teacher=runs/large | train.teacher= | train.loss=cross_entropy asks no teacher; nearest legal: train.loss=distill
-train.loss=distill data=synthetic | data.kind=synthetic: has no end, and a teacher | stdlib
+train.loss=distill data=synthetic | data.kind=synthetic: has no samples with a place in teacher.bin | stdlib
 train.loss=distill train.loss_settings.top=99999 | train.loss_settings.top=99999: must be <= model.vocab= | , 0
 train.loss=distill train.loss_settings.weight=0 | train.loss_settings.weight=0.0: must be > 0 and <= 1
 train.loss=distill train.loss_settings.temperature=0 | train.loss_settings.temperature=0.0: must be > 0

@@ -2,47 +2,59 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from platform.boundary.schema import Malformed
+from platform.config.groups import Data
+from platform.data.corpus import open_corpus
 from platform.data.teacher_classes import (
     TeacherClasses,
     TeacherHeader,
+    add_samples,
     check_file,
     decode_records,
-    encode_file,
     encode_records,
+    encode_samples,
 )
 
-CLASSES, RECORDS, VOCAB = 3, 40, 11
-HEADER = TeacherHeader("of samples", "of a teacher", 1.5, CLASSES, RECORDS)
+CLASSES, LENGTH, VOCAB = 3, 5, 11
+HEADER = TeacherHeader("of samples", "of a teacher", 1.5, CLASSES, LENGTH)
+SAMPLES = np.array([4, 9, 0, 7, 2, 30])  # in the order in which a run reads them
 
 
-def numbers(draw: np.random.Generator) -> np.ndarray:
-    ids = np.stack([draw.permutation(VOCAB)[:CLASSES] for _ in range(RECORDS)])
-    return np.concatenate([ids, -draw.random((RECORDS, CLASSES)) * 9], 1)
+def rows_of(count: int) -> np.ndarray:
+    draw = np.random.default_rng(0)
+    ids = np.stack([draw.permutation(VOCAB)[:CLASSES] for _ in range(count * LENGTH)])
+    return np.concatenate([ids, -draw.random((count * LENGTH, CLASSES)) * 9], 1)
 
 
-def written(path: Path, header: TeacherHeader = HEADER) -> np.ndarray:
-    rows = numbers(np.random.default_rng(0))
-    records = decode_records(encode_records(rows), CLASSES)
-    path.write_bytes(b"".join(encode_file(header, np.split(records, [7, 30]))))
-    return rows
+def written(path: Path, header: TeacherHeader = HEADER, kept: int = 0) -> np.ndarray:
+    """A file of `SAMPLES` of which the first `kept` are there already; the rows of all."""
+    rows = rows_of(len(SAMPLES))
+    records = decode_records(encode_records(rows), CLASSES).reshape(-1, LENGTH)
+    parts = (encode_samples(header, SAMPLES[i : i + 2], records[i : i + 2]) for i in range(kept, len(SAMPLES), 2))
+    add_samples(path, header, kept, parts)
+    return rows.reshape(-1, LENGTH, 2 * CLASSES)
 
 
 def test_what_is_written_is_read(tmp_path):
     rows = written(file := tmp_path / "teacher.bin")
-    assert check_file(file, VOCAB) == HEADER
-    teacher = TeacherClasses(10, {("train", ""): 0, ("validation", "web"): 30}, RECORDS)
+    header, numbers = check_file(file, VOCAB)
+    assert header == HEADER and np.array_equal(numbers, SAMPLES)
+    teacher = TeacherClasses(LENGTH)
     teacher.open_file(file)
-    labels = np.array([[4, -1, 5, 6, 7, 8, 9, 1, 2, 3]])
-    places = teacher.number_labels("validation", "web", np.array([0]), labels)
-    assert places.tolist() == [[30, -1, *range(32, 40)]]
-    assert np.allclose(teacher.read_classes(places)[0, 2:], rows[32:], rtol=1e-7)
-    assert teacher.read_classes(places).shape == (1, 10, 2 * CLASSES)
+    places = teacher.number_labels(np.array([9, 2]), np.array([[4, -1, 5, 6, 7], [1, 2, 3, 4, 5]]))
+    assert places.tolist() == [[45, -1, 47, 48, 49], [*range(10, 15)]]
+    read = teacher.read_classes(places)
+    assert read.shape == (2, LENGTH, 2 * CLASSES)
+    assert np.allclose(read[0, 2:], rows[1, 2:], rtol=1e-7) and np.allclose(read[1], rows[4], rtol=1e-7)
+    with pytest.raises(AssertionError, match="all that a run reads"):
+        teacher.read_classes(np.array([[8 * LENGTH]]))
 
 
 def test_a_probability_of_nothing_is_finite():
@@ -50,20 +62,36 @@ def test_a_probability_of_nothing_is_finite():
     assert records["logs"][0, 0] == 0 and np.isfinite(records["logs"]).all()
 
 
-def test_damage_is_seen(tmp_path):
-    """Any byte of the file, cut at any place, and longer than it was."""
+def test_damage_is_seen_and_what_is_before_it_is_kept(tmp_path):
+    """Any byte of the file, and cut at any place; then the rest is written again."""
     written(file := tmp_path / "teacher.bin")
     whole, draw = file.read_bytes(), np.random.default_rng(1)
-    spoiled = [whole[:-1], whole + b"x", whole[:40], b"", b"\n" * 5, whole[:-32]]
-    for place in draw.integers(0, len(whole), 60):
-        spoiled.append(whole[:place] + bytes([whole[place] ^ (1 << draw.integers(8))]) + whole[place + 1 :])
-    for raw in spoiled:
-        file.write_bytes(raw)
-        with pytest.raises((Malformed, ValueError)):
-            check_file(file, VOCAB)
+    start, size = len(HEADER.encode_line()), HEADER.sample_type.itemsize
+    for place in draw.integers(start, len(whole), 60).tolist():
+        flipped = whole[:place] + bytes([whole[place] ^ (1 << draw.integers(8))]) + whole[place + 1 :]
+        for raw in (flipped, whole[:place]):
+            file.write_bytes(raw)
+            _, numbers = check_file(file, VOCAB)
+            assert numbers.tolist() == SAMPLES[: (place - start) // size].tolist()
+            written(file, kept=len(numbers) // 2 * 2)
+            assert file.read_bytes() == whole
+    for place in range(start):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << draw.integers(8))]) + whole[place + 1 :])
+        with suppress(Malformed, ValueError):
+            assert check_file(file, VOCAB)[0] != HEADER
 
 
-@pytest.mark.parametrize("vocab, why", [(CLASSES - 1, "damaged"), (VOCAB - 2, "no model of this vocabulary")])
+def test_an_interrupted_asking_leaves_what_it_has(tmp_path):
+    def parts():
+        yield encode_samples(HEADER, SAMPLES[:1], decode_records(encode_records(rows_of(1)), CLASSES)[None])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        add_samples(file := tmp_path / "teacher.bin", HEADER, 0, parts())
+    assert check_file(file, VOCAB)[1].tolist() == SAMPLES[:1].tolist()
+
+
+@pytest.mark.parametrize("vocab, why", [(CLASSES - 1, "of 3 classes"), (VOCAB - 2, "no model of this vocabulary")])
 def test_classes_of_another_vocabulary(tmp_path, vocab, why):
     written(file := tmp_path / "teacher.bin")
     with pytest.raises(Malformed, match=why):
@@ -73,4 +101,23 @@ def test_classes_of_another_vocabulary(tmp_path, vocab, why):
 def test_another_corpus(tmp_path):
     written(file := tmp_path / "teacher.bin")
     with pytest.raises(Malformed, match="another corpus"):
-        TeacherClasses(10, {}, RECORDS + 1).open_file(file)
+        TeacherClasses(LENGTH + 1).open_file(file)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_samples_are_listed_as_they_are_read(tmp_path, seed):
+    """Of mixtures, over epochs and held-out splits: the numbers of `batch`, each once; and no others."""
+    draw = np.random.default_rng(seed)
+    for name in ("a", "b"):
+        words = " ".join(f"{name}{i}" for i in range(draw.integers(150, 600)))
+        (tmp_path / name).write_text("\n\n".join(words[i : i + 90] for i in range(0, len(words), 90)))
+    sources = {name: {"path": str(tmp_path / name), "weight": float(draw.integers(1, 5))} for name in ("a", "b")}
+    data = Data(kind="mixture", sources=sources, validation=0.3, cache=str(tmp_path / "cache"))
+    corpus = replace(open_corpus(data, length=16, vocab=280, seed=seed), teacher=TeacherClasses(16))
+    ranges = [("train", 0, 7), ("validation/b", 0, 2), ("train", 7, int(draw.integers(8, 300)))]
+    expected: dict[int, None] = {}
+    for split, start, end in ranges:
+        for sample in range(start, end):
+            numbers = corpus.batch(split, sample, sample + 1)["teacher"]
+            expected[int(numbers[numbers >= 0][0]) // 16] = None
+    assert corpus.list_read_samples(ranges).tolist() == list(expected)

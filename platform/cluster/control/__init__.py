@@ -2,6 +2,6 @@
 `Checkpoints` saves and restores, `StepForecaster` predicts steps, and `StepProfiles` merges the profiles that workers
 write into one trace.
 
-Its files in reading order: controller, evaluations, former, references, teacher, recruiter, examination, checkpoints,
-profiles, run_context, pulse.
+Its files in reading order: controller, evaluations, former, references, teacher, questions, recruiter, examination,
+checkpoints, profiles, run_context, pulse.
 """

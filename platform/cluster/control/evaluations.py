@@ -18,6 +18,7 @@ from typing import Any
 from platform.boundary.documents import error_line
 from platform.cluster.answer_scores import NotScored
 from platform.cluster.asked_model import Ask, AskedModel, add_boundary_token
+from platform.cluster.control.questions import count_validation_samples
 from platform.cluster.control.recruiter import Recruiter, ReformProposal
 from platform.cluster.control.run_context import Generation, RunContext
 from platform.cluster.crew.crew import Crew, T, Worker
@@ -210,23 +211,18 @@ class Evaluations:
 
     def _measure_loss(self, crew: Crew, within: float) -> dict[str, float]:
         """Return the means of the run's `loss_measures` on held-out data, by share."""
-        validations, samples = self._corpus.validation_splits, self._count_validation_samples()
+        validations, samples = self._corpus.validation_splits, count_validation_samples(self._config, self._corpus)
         by_split = crew.call_ranks(Worker.measure_loss, samples, within=within)[0]
         total = sum(share for _, share in validations.values())
         words = next(iter(by_split.values()), {})
         return {w: sum(by_split[s][w] * share for s, share in validations.values()) / total for w in words}
 
-    def _count_validation_samples(self) -> dict[str, int]:
-        """Return how many samples of each held-out split an evaluation of the run reads."""
-        most = self._config.eval.batches * self._config.train.global_batch
-        splits = (split for split, _ in self._corpus.validation_splits.values())
-        return {split: min(most, self._corpus.count_samples(split)) for split in splits}
-
     def _validation_losses(self, crew: Crew, within: float) -> dict[str, float]:
         """Return the run's validation losses, source of data -> mean per token; "" is the mean of all, by share. Each
         held-out sample is read at most once: the last batch of a small split is shorter, or there are fewer."""
         validations = self._corpus.validation_splits
-        by_split = crew.call_ranks(Worker.evaluate_splits, self._count_validation_samples(), within=within)[0]
+        samples = count_validation_samples(self._config, self._corpus)
+        by_split = crew.call_ranks(Worker.evaluate_splits, samples, within=within)[0]
         losses = {name: by_split[split] for name, (split, _) in validations.items()}
         total = sum(share for _, share in validations.values())
         mean = sum(losses[name] * share for name, (_, share) in validations.items()) / total

@@ -111,7 +111,9 @@ class GenerationFormer:
         job = replace(self._job, coordinates=[plan.mesh.rank_coordinates(rank) for rank in range(size)])
         crew.assign_ranks(job, seats)
         self._check_environments(crew, seats)
-        self._teacher.ask_workers(crew, job, seats, replanned.config, number)
+        for model in (self._references, self._teacher):
+            step = source.step if source else self._checkpoints.step
+            model.ask_workers(crew, job, seats, replanned.config, number, step)
         stage_of = list(schedule.placement)
         seating = size, replanned.config, crew.store, number, stage_of, new_digest
         workers = crew.call_ranks(Worker.join_mesh, ByRank(range(size)), *seating)
@@ -129,7 +131,8 @@ class GenerationFormer:
         step = self._recover_state(crew, source) if source else self._restore_state(crew, build, initializes=not init)
         if init and not step:
             self._load_initial_weights(crew)
-        self._hand_over_labels(crew, plan, step)
+        self._references.hand_over(crew, replanned.config, plan, step)
+        self._teacher.hand_over(crew, step)
         self._formed = True
         uncompiled = built[0].uncompiled or self._rehearse_step(crew, job, step + 1)
         compiled = self._say_what_compiles(plan, job.device, uncompiled)
@@ -145,11 +148,6 @@ class GenerationFormer:
         if source or (step and self._config.elastic.snapshot_interval):
             self.ledger.record_snapshot(generation, step)
         return generation
-
-    def _hand_over_labels(self, crew: Crew, plan: Plan, step: int) -> None:
-        """Give a generation of workers what other models say of the labels: a reference, or a teacher."""
-        self._references.hand_over(crew, plan, step)
-        self._teacher.hand_over(crew)
 
     def _assign_seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], MemorySource | None]:
         """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;

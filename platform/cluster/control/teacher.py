@@ -1,15 +1,16 @@
 """Teacher of a run: a trained model whose likeliest classes at every label the run's own model learns.
 
-The workers score the corpus once, before they form the run's mesh: they are seated as the mesh of the teacher's plan,
-which has the same axes, and hold its weights instead of the run's. The driver keeps the classes in the run's directory
-(`platform.data.teacher_classes`). No second model is there in training, and a run that goes on, also at another size,
-reads the same file. If that is lost or damaged, the teacher is asked again.
+The workers score the samples that the run reads, each once and in this order, before they form the run's mesh: they
+are seated as the mesh of the teacher's plan, which has the same axes, and hold its weights instead of the run's. The
+driver keeps the classes in the run's directory (`platform.data.teacher_classes`). No second model is there in training,
+and a run that goes on, also at another size, reads the same file; what that lacks, as of a longer run, is asked alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,22 +22,24 @@ from platform.boundary.refusals import ConfigError, format_violation, refuse_all
 from platform.boundary.schema import Malformed
 from platform.boundary.terminal import show_phase
 from platform.cluster.asked_model import violations_of_memory
+from platform.cluster.control.questions import leave_out_training, list_read_ranges, seat_model
 from platform.cluster.control.run_context import RunContext
-from platform.cluster.crew.crew import ByRank, Crew, Worker
+from platform.cluster.crew.crew import Crew, Worker
+from platform.cluster.crew.failures import Reform
 from platform.cluster.crew.job import Job
 from platform.cluster.session import TrainedModel, find_trained_model
-from platform.config.fields import Config, DistillSettings, distill_settings, hash_values
-from platform.config.groups import Eval, Optimizer, Parallel, Tune
+from platform.config.fields import Config, distill_settings, hash_values
+from platform.config.groups import Parallel, Tune
 from platform.data import teacher_classes
 from platform.data.corpus import Corpus
+from platform.data.streams import Ints
 from platform.data.teacher_classes import TeacherHeader, decode_records, record_type
 from platform.data.tokenizer import Vocabulary, load_named_vocabulary
 from platform.plan.generation_passes import batch_rows
+from platform.plan.layout import format_count
 from platform.plan.plan import Plan
-from platform.plan.plan_data import plan_digest
 from platform.plan.plan_summary import format_number, format_seconds
-from platform.plan.simulate import stage_rows
-from platform.predict.choose_schedule import build_generation_model, build_schedule
+from platform.predict.choose_schedule import build_generation_model
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.step_price import step_price
@@ -91,13 +94,9 @@ def plan_teacher(config: Config, trained: TrainedModel) -> tuple[Config, Plan]:
         trained.model, length=run_model.length, within_documents=run_model.within_documents, position_rows=rows
     )
     teacher = replace(
-        config,
+        leave_out_training(config),
         model=model,
         tune=Tune(),
-        optimizer=Optimizer(kind="sgd", momentum=0.0),
-        eval=Eval(),
-        elastic=replace(config.elastic, snapshot_every=0),
-        monitor=replace(config.monitor, sample=1, layers=0),  # it is asked, and needs the groups for that
         parallel=config.parallel if model.experts else replace(config.parallel, experts=Parallel().experts),
         train=replace(
             config.train, init=trained.url, teacher="", loss="", loss_settings={}, freeze=[], length_ramp=[], ema=0.0
@@ -141,108 +140,111 @@ def describe_teacher(facts: Mapping[str, Any]) -> str:
 
 
 class RunTeacher:
-    """Teacher of a run. `ask_workers` lets the workers score the corpus if no file has its classes; `hand_over` opens
+    """Teacher of a run. `ask_workers` lets the workers score what the run reads and the file lacks; `hand_over` opens
     the file on the workers of a generation."""
 
     def __init__(self, run: RunContext):
         """Prepare the teacher of a run; there is nothing to do if its loss has none."""
         self._run, self._path = run, run.directory.path / teacher_classes.FILE
-        self._is_kept = run.corpus.teacher is None
+        self._asked_after: float = inf  # the step after which the file has all that the run reads
 
-    def ask_workers(self, crew: Crew, job: Job, seats: Sequence[int], config: Config, number: int) -> None:
-        """Let the members that have the ranks of `job` score the corpus, unless the file is there; they are seated
-        again afterwards, for generation `number`, which `config` describes. Raises ConfigError, WorkerFailed."""
-        settings, places = distill_settings(config), self._run.corpus.teacher
-        if self._is_kept or not settings or not places:
+    def ask_workers(self, crew: Crew, job: Job, seats: Sequence[int], config: Config, number: int, step: int) -> None:
+        """Let the members that have the ranks of `job` score what the run reads after training step `step`, but for
+        what the file has; they are seated again afterwards, for generation `number`, which `config` describes. Raises
+        ConfigError, WorkerFailed."""
+        settings, corpus = distill_settings(config), self._run.corpus
+        if (step := int(min(step, self._asked_after))) == self._asked_after or not settings or not corpus.teacher:
             return
         trained = find_teacher(config)
         teacher, plan = plan_teacher(config, trained)
         weights_hash = open_initial_weights(teacher).describe_base().hash
-        samples = [self._run.corpus.digest, config.model.length, config.model.within_documents, config.data.packing]
-        samples_hash = hash_values([*samples, sorted(places.first_records.items())])
-        header = TeacherHeader(samples_hash, weights_hash, settings.temperature, settings.top, places.count)
-        if self._reason_to_ask(header, config.model.vocab):
-            size = format_number(header.records * record_type(header.classes).itemsize)
-            kept = f"{header.classes} likeliest classes of {header.records:,} tokens, {size}B in {self._path.name}"
-            self._run.monitor.say(f"teacher  {strip_url_secrets(config.train.teacher)}: {kept}")
+        samples = [corpus.digest, config.model.length, config.model.within_documents, config.data.packing]
+        samples_hash = hash_values([*samples, sorted(corpus.first_samples.items())])
+        header = TeacherHeader(samples_hash, weights_hash, settings.temperature, settings.top, config.model.length)
+        kept, read = (
+            self._find_kept(header, config.model.vocab),
+            corpus.list_read_samples(list_read_ranges(self._run, step)),
+        )
+        missing = read[~np.isin(read, kept)]
+        if len(missing):
+            size = format_number(len(missing) * header.sample_type.itemsize)
+            asked = f"{header.classes} likeliest classes of {format_count(len(missing), 'sample')}, {size}B"
+            more = f", beside {format_count(len(kept), 'sample')} that it has" if len(kept) else ""
+            shown_teacher = strip_url_secrets(config.train.teacher)
+            self._run.monitor.say(f"teacher  {shown_teacher}: {asked} in {self._path.name}{more}")
             self._seat_teacher(crew, teacher, plan, number)
-            count = sum(len(index) for *_, index in _iterate_streams(self._run.corpus))
-            with show_phase("asking the teacher", count, "samples") as shown:
-                records = self._iterate_records(crew, plan, settings, shown.count_done)
+            with show_phase("asking the teacher", len(missing), "samples") as shown:
+                parts = self._iterate_parts(crew, plan, header, missing, shown.count_done)
                 with local_files.refuse_full_disk("run.dir", self._path.parent):
-                    local_files.replace_file(self._path, teacher_classes.encode_file(header, records), durable=True)
+                    teacher_classes.add_samples(self._path, header, len(kept), parts)
             crew.release_members()
             crew.assign_ranks(job, seats)
-        self._is_kept = True
+        self._asked_after = step
 
-    def hand_over(self, crew: Crew) -> None:
-        """Open the teacher's classes on the workers of a generation, if it has a teacher."""
-        if self._run.corpus.teacher:
-            crew.call_ranks(Worker.open_teacher)
+    def hand_over(self, crew: Crew, step: int) -> None:
+        """Open the classes of a teacher on the workers of a generation that goes on after `step`. Raises Reform."""
+        if not self._run.corpus.teacher:
+            return
+        if step < self._asked_after:
+            self._asked_after = inf  # newer checkpoints are corrupt
+            raise Reform(f"goes on after step {step}, and the teacher was asked about later ones")
+        crew.call_ranks(Worker.open_teacher)
 
-    def _reason_to_ask(self, header: TeacherHeader, vocab: int) -> str:
-        """Return why the teacher has to be asked, and say it if there is a file; "" if this has what `header` says."""
+    def _find_kept(self, header: TeacherHeader, vocab: int) -> Ints:
+        """Return the numbers of the samples that the file has of what `header` says; say why if it is not used."""
         try:
-            kept_header = teacher_classes.check_file(self._path, vocab)
+            kept_header, kept = teacher_classes.check_file(self._path, vocab)
         except FileNotFoundError:
-            return "there is no file"
+            return np.empty(0, np.int64)
         except (Malformed, OSError, ValueError) as error:
             reason = f"it is {error}"
         else:
-            reason = "" if kept_header == header else "it is of another teacher, of other samples or settings"
-        if reason:
-            self._run.monitor.say(f"{self._path.name} is not used: {reason}; the teacher is asked again")
-        return reason
+            if kept_header == header:
+                return kept
+            reason = "it is of another teacher, of other samples or settings"
+        self._run.monitor.say(f"{self._path.name} is not used: {reason}; the teacher is asked again")
+        return np.empty(0, np.int64)
 
     def _seat_teacher(self, crew: Crew, teacher: Config, plan: Plan, number: int) -> None:
         """Let the workers form the mesh of the teacher's plan, ahead of generation `number`, and load its weights."""
-        size, schedule = plan.mesh.world_size, build_schedule(teacher, plan.num_replicas)
-        seating = size, teacher, crew.store, -number, list(schedule.placement), plan_digest(plan)
-        crew.call_ranks(Worker.join_mesh, ByRank(range(size)), *seating)
-        rows = [stage.encode_rows() for stage in stage_rows([schedule])]
-        of_ranks = ByRank(rows[plan.mesh.rank_coordinates(rank)["stage"]] for rank in range(size))
-        crew.call_ranks(Worker.build_trainer, of_ranks, None, str(self._run.corpus.entry or ""), None, False)
+        seat_model(crew, teacher, plan, number, str(self._run.corpus.entry or ""))
         if failure := crew.call_ranks(Worker.load_initial_weights)[0]:
             raise ConfigError(KEY, strip_url_secrets(teacher.train.init), failure.reason)
 
-    def _iterate_records(
-        self, crew: Crew, plan: Plan, settings: DistillSettings, count_done: Any
-    ) -> Iterator[NDArray[Any]]:
-        """Yield the records of all samples of the corpus in their order, as the workers' teacher says."""
-        config, corpus = self._run.config, self._run.corpus
-        assert corpus.teacher
-        length, within = config.model.length, config.model.within_documents
-        kind = record_type(settings.top)
-        at_once = max(1, min(batch_rows(plan), _REPLY // (kind.itemsize * length)))
-        for stream, count, asked in _iterate_streams(corpus):
-            for first in range(0, count, _ROWS):
-                records = np.zeros((min(_ROWS, count - first), length), kind)
-                index = asked[(asked >= first) & (asked < first + _ROWS)]
-                tensors = corpus.objective.batch(stream, index, np.empty(0, np.uint64)) if len(index) else {}
-                texts = sorted(_find_texts(tensors, index - first, within), key=lambda text: -len(text[2]))
-                for some in (texts[i : i + at_once] for i in range(0, len(texts), at_once)):
-                    ids = AskedTexts([ids for *_, ids in some])
-                    answer = crew.call_ranks(Worker.rank_classes, ids, settings.top, settings.temperature)[0]
-                    ends = np.cumsum([len(ids) for *_, ids in some])[:-1]
-                    for (row, start, ids_of_text), part in zip(
-                        some, np.split(decode_records(answer, settings.top), ends), strict=True
-                    ):
-                        records[row, start : start + len(ids_of_text)] = part
-                count_done(len(index))
-                yield records
+    def _iterate_parts(
+        self, crew: Crew, plan: Plan, header: TeacherHeader, numbers: Ints, count_done: Any
+    ) -> Iterator[bytes]:
+        """Yield samples `numbers` as the file has them, in parts, as the workers' teacher says."""
+        within, kind = self._run.config.model.within_documents, record_type(header.classes)
+        at_once = max(1, min(batch_rows(plan), _REPLY // (kind.itemsize * header.length)))
+        for some in np.split(numbers, range(_ROWS, len(numbers), _ROWS)):
+            records = np.zeros((len(some), header.length), kind)
+            texts = sorted(_find_texts(self._run.corpus, some, within), key=lambda text: -len(text[2]))
+            for batch in (texts[i : i + at_once] for i in range(0, len(texts), at_once)):
+                ids = AskedTexts([ids for *_, ids in batch])
+                answer = crew.call_ranks(Worker.rank_classes, ids, header.classes, header.temperature)[0]
+                ends = np.cumsum([len(ids) for *_, ids in batch])[:-1]
+                parts = np.split(decode_records(answer, header.classes), ends)
+                for (row, start, ids_of_text), part in zip(batch, parts, strict=True):
+                    records[row, start : start + len(ids_of_text)] = part
+            count_done(len(some))
+            yield teacher_classes.encode_samples(header, some, records)
 
 
-def _iterate_streams(corpus: Corpus) -> Iterator[tuple[Any, int, NDArray[np.int64]]]:
-    """Yield each stream of a corpus, in the order of a teacher's records, its number of samples, and those to learn."""
+def _find_texts(corpus: Corpus, numbers: Ints, within: bool) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield what a teacher reads of samples `numbers`, as (place of its sample among these, first column, token ids):
+    each sample as a whole or, `within` documents, each document of it; only what has a label."""
     for part in corpus.parts:
         for split, stream in part.streams.items():
-            count = max(0, corpus.objective.samples(stream))
-            yield stream, count, part.labelled.get(split, np.arange(count))
+            index = numbers - corpus.first_samples[split, part.name]
+            rows = np.flatnonzero((index >= 0) & (index < corpus.objective.samples(stream)))
+            if len(rows):
+                tensors = corpus.objective.batch(stream, index[rows], np.empty(0, np.uint64))
+                yield from _cut_texts(tensors, rows, within)
 
 
-def _find_texts(tensors: Any, rows: NDArray[np.int64], within: bool) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield what a teacher reads of samples, as (row, first column, token ids): each sample as a whole or, `within`
-    documents, each document of it; only what has a label. `rows`: number of each sample."""
+def _cut_texts(tensors: Any, rows: NDArray[np.int64], within: bool) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield the texts of samples, of `rows` in the order of their `tensors`, as `_find_texts` does."""
     for row, number in enumerate(rows.tolist()):
         tokens, labels = tensors["tokens"][row], tensors["labels"][row]
         length = int((tokens >= 0).sum())

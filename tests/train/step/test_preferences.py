@@ -14,6 +14,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from platform.boundary.refusals import ConfigError
+from platform.cluster.asked_model import AskedModel
+from platform.cluster.control import references
+from platform.cluster.control.references import PairReferences
 from platform.config.extensions import PairSettings
 from platform.data.corpus import open_run_corpus
 from platform.data.streams import known_document_starts
@@ -191,6 +195,49 @@ def test_references_are_of_the_weights_that_the_run_takes(tmp_path):
     (tmp_path / "run" / "references.bin").write_bytes(kept)
     launched(tmp_path, *inline, "seed=1")  # other weights of the same data
     assert abs(losses(tmp_path)[0] - np.log(2)) < 1e-9
+
+
+@pytest.fixture
+def scored(monkeypatch) -> list[int]:
+    """The number of answers that each asking scores."""
+    counts, score = [], PairReferences._score_missing
+
+    def count(self, crew, plan, values, weights):
+        counts.append(len(self._list_missing(values)))
+        score(self, crew, plan, values, weights)
+
+    monkeypatch.setattr(PairReferences, "_score_missing", count)
+    return counts
+
+
+def test_answers_are_scored_that_the_run_reads(tmp_path, scored, monkeypatch):
+    """A run that goes on for longer scores the rest by its first weights, not by those that it has; what an interrupted
+    asking has scored is kept."""
+    words = [
+        "cluster=inline",
+        "parallel.data=1",
+        f"data.cache={tmp_path / 'cache'}",
+        "eval.every=0",
+        "data.validation=0",
+    ]
+    words += ["train.global_batch=2"]
+    launched(tmp_path / "whole", *words)
+    launched(parted := tmp_path / "parted", *words, "train.stop_at=2")
+    monkeypatch.setattr(references, "_AT_ONCE", 2)
+    wait, calls = AskedModel.score_continuations, []
+
+    def fail_later(self, texts):
+        calls.append(texts)
+        if len(calls) == 2:
+            raise ConfigError("a reference that fails")
+        return wait(self, texts)
+
+    monkeypatch.setattr(AskedModel, "score_continuations", fail_later)
+    launched(parted, *words, status=2)
+    launched(parted, *words)
+    whole, first, rest, left = scored
+    assert first + rest == whole and left == rest - 2 > 0, scored
+    assert np.allclose(losses(parted), losses(tmp_path / "whole"), rtol=1e-9)
 
 
 @pytest.mark.full

@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from platform.cluster.control import teacher
+from platform.data import teacher_classes
 from platform.data.corpus import open_run_corpus
 from platform.data.tokenizer import train_tokenizer
 from platform.launch import compose_config
 from platform.train.generator import TextGenerator
 from platform.train.replies import AskedTexts
+from platform.train.worker import Worker as RankWorker
 from tests.answers.cached import louder, uncached, whole_weights
 from tests.data.tokenizers.texts import sources
 from tests.harness.commands import in_this_process
@@ -82,11 +85,11 @@ def test_a_run_is_what_torch_trains(tmp_path, models):
     rows = corpus.sample_counts["train"]
     batch = {name: torch.tensor(x) for name, x in corpus.batch("train", 0, rows).items()}
     with in_double():
-        student, teacher = (
+        student, learned_from = (
             transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in models
         )
         with torch.no_grad():
-            said = teacher(batch["tokens"]).logits
+            said = learned_from(batch["tokens"]).logits
         expected = []
         for _ in range(STEPS):
             loss = of_torch(
@@ -106,21 +109,74 @@ def test_a_run_is_what_torch_trains(tmp_path, models):
     assert np.allclose(metrics(tmp_path), expected, rtol=1e-6), (metrics(tmp_path), expected)
 
 
+@pytest.fixture
+def asked(monkeypatch) -> list[int]:
+    """The number of samples that each launch asks a teacher about."""
+    counts, add = [], teacher_classes.add_samples
+
+    def count(path, header, kept, parts):
+        counts.append(0)
+
+        def counted():
+            for part in parts:
+                counts[-1] += len(part) // header.sample_type.itemsize
+                yield part
+
+        add(path, header, kept, counted())
+
+    monkeypatch.setattr(teacher_classes, "add_samples", count)
+    return counts
+
+
 @pytest.mark.full
-def test_a_run_goes_on_with_what_its_teacher_said(tmp_path, models):
-    """It is asked once; and again if the file is damaged, lost, or of other settings: the losses stay."""
+def test_a_run_goes_on_with_what_its_teacher_said(tmp_path, models, asked):
+    """It is asked about what the run reads, once, and a longer run about the rest; again about what is damaged, and all
+    of it if the settings are others: the losses stay."""
     words = words_of(tmp_path, *models, "train.global_batch=4", "checkpoint.every=1")
     launch = lambda folder, *more: in_this_process(*words, f"run.dir={tmp_path / folder / 'run'}", *more, cwd=tmp_path)  # noqa: E731
     assert launch("whole").returncode == 0
+    samples = open_run_corpus(compose_config(words)).sample_counts["train"]
+    assert asked == [4 * STEPS] and asked[0] < samples
     first = launch("parted", "train.stop_at=1")
-    kept = (file := tmp_path / "parted" / "run" / "teacher.bin").read_bytes()
-    assert first.returncode == 0 and "likeliest classes" in first.stdout
+    file = tmp_path / "parted" / "run" / "teacher.bin"
+    assert first.returncode == 0 and "likeliest classes of 4 samples" in first.stdout
     again = launch("parted", "train.stop_at=2")
-    assert again.returncode == 0 and "likeliest classes" not in again.stdout
+    assert again.returncode == 0 and "of 4 samples, " in again.stdout and "beside 4 samples that it has" in again.stdout
+    kept = file.read_bytes()
     file.write_bytes(kept[:-9] + b"x" + kept[-8:])
     last = launch("parted")
-    assert "teacher.bin is not used: it is damaged; the teacher is asked again" in last.stdout
-    assert file.read_bytes() == kept and metrics(tmp_path / "parted") == metrics(tmp_path / "whole")
+    assert last.returncode == 0 and "of 5 samples, " not in last.stdout and asked[1:] == [4, 4, 4]
+    assert np.allclose(metrics(tmp_path / "parted"), metrics(tmp_path / "whole"), rtol=1e-6)
+    more = f"train.steps={samples // 4 + 9}"  # of which the last read again what the first have read
+    assert launch("long", more).returncode == 0 and asked[4:] == [samples]
+    other = launch(
+        "parted", "resume.allow=[train.loss_settings]", "train.loss_settings.top=7", f"train.steps={STEPS + 1}"
+    )
+    assert "it is of another teacher, of other samples or settings; the teacher is asked again" in other.stdout
+    assert asked[5:] == [4]
+
+
+@pytest.mark.full
+def test_an_interrupted_asking_goes_on(tmp_path, models, asked, monkeypatch):
+    """A teacher that fails after its first answers: the next start asks about the rest. A run that goes on elsewhere
+    asks about what is left to read."""
+    words = words_of(tmp_path, *models, "train.global_batch=4", "checkpoint.every=1", "train.stop_at=2")
+    rank = RankWorker.rank_classes
+
+    def fail_later(self, *arguments):
+        if asked == [4]:
+            asked.append(0)
+            raise ValueError("a teacher that fails")
+        return rank(self, *arguments)
+
+    monkeypatch.setattr(teacher, "_ROWS", 4)
+    monkeypatch.setattr(RankWorker, "rank_classes", fail_later)
+    assert in_this_process(*words, "elastic.attempts=1", cwd=tmp_path).returncode
+    done = in_this_process(*words, cwd=tmp_path)
+    assert done.returncode == 0 and asked == [4, 0, 4], (asked, done.stdout + done.stderr)
+    elsewhere = f"run.dir={tmp_path / 'elsewhere'}", f"checkpoint.resume={tmp_path / 'run'}", "train.stop_at=0"
+    moved = in_this_process(*words, *elsewhere, cwd=tmp_path)
+    assert moved.returncode == 0 and asked[3:] == [4], moved.stdout + moved.stderr
 
 
 def test_evaluations_measure_the_divergence(tmp_path, models):
