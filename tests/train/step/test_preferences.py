@@ -145,6 +145,44 @@ def test_losses_without_a_reference_are_trl_s():
     assert torch.allclose(_orpo(*both, settings), theirs.double(), rtol=1e-5)
 
 
+def test_the_prompt_term_of_trl_s_orpo_is_what_the_page_says():
+    """trl's loss less ours is a mean over all tokens of the batch's chosen texts, prompts too, less one over answers'
+    labels and pairs; of answers without a prompt, one pair at a time, both are equal."""
+    orpo = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
+    draw = np.random.default_rng(1)
+
+    def compare(prompts: list[int], sizes: list[int]) -> tuple[float, float, float]:
+        """trl's loss, ours, and the page's difference, of pairs with so many tokens of prompt and of answers."""
+        width = max(prompts) + max(sizes)
+        places, rows = np.arange(width), np.repeat(np.array([prompts, sizes]).T, 2, 0)
+        rows = np.concatenate([rows[::2], rows[1::2]])  # chosen ones, then rejected ones
+        ids, ends = torch.tensor(draw.integers(0, 9, (len(rows), width))), rows.sum(1, keepdims=True)
+        logits, seen = torch.tensor(draw.normal(size=(*ids.shape, 9))), torch.tensor(places < ends)
+        labels = ids.where(torch.tensor((places >= rows[:, :1]) & (places < ends)), -100)
+        names = ("input_ids", "labels", "attention_mask")
+        batch = {f"concatenated_{n}": x for n, x in zip(names, (ids, labels, seen.long()), strict=True)}
+        own: Any = SimpleNamespace(
+            concatenated_inputs=lambda *_, **__: batch, padding_value=0, accelerator=SimpleNamespace(device="cpu"),
+            is_encoder_decoder=False, aux_loss_enabled=False, get_batch_logps=orpo.get_batch_logps, beta=2.0,
+        )  # fmt: skip
+        model = lambda *_, **__: SimpleNamespace(logits=logits)  # noqa: E731
+        logs, rejected, _, _, mean = orpo.concatenated_forward(own, model, {"chosen_labels": ids[: len(prompts)]})
+        theirs = mean - orpo.odds_ratio_loss(own, logs, rejected)[0].mean()
+        of_token = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        counts = labels[:, 1:] >= 0
+        sums = (of_token * counts).sum(1), torch.zeros(len(ids)), counts.sum(1).double()
+        sides = (AnswerSums(*(x[part] for x in sums)) for part in (slice(0, len(prompts)), slice(len(prompts), None)))
+        ours = _orpo(*sides, PairSettings(beta=2.0)).mean()
+        chosen, every = of_token[: len(prompts)], seen[: len(prompts), 1:]
+        page = (chosen * counts[: len(prompts)]).sum(1) / counts[: len(prompts)].sum(1)
+        return theirs.item(), ours.item(), (page.mean() - chosen[every].mean()).item()
+
+    for prompts, sizes in (([1], [9]), ([5], [7]), ([3, 8, 1], [6, 2, 9])):
+        theirs, ours, page = compare(prompts, sizes)
+        assert np.isclose(theirs - ours, page, rtol=0, atol=1e-6), (prompts, sizes)
+        assert (abs(page) < 1e-12) == (prompts == [1])
+
+
 SMALL = (
     *("+experiment=gpt_quick", "tensor=serial", "data=preferences", "data.validation=0.2", "model.layers=1"),
     *("model.d_model=32", "model.length=64", "model.vocab=300", "train.global_batch=8", "train.microbatch=2"),
