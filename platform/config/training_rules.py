@@ -93,8 +93,6 @@ def _violations_of_delta_rules(config: Config) -> Iterator[str]:
         yield format_violation("model.linear_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
     if m.kind != "decoder":
         yield violation_of_key(config, "model.linear_layers", f"model.kind={m.kind}: a rule reads the past", [[]])
-    if config.parallel.context > 1:
-        yield violation_of_key(config, "parallel.context", "model.linear_layers need each sequence whole", [1])
     keys = m.linear_key_heads or m.heads
     if m.linear_value_heads % keys:
         constraint, below = f"must be a multiple of {keys}, the heads of keys", m.linear_value_heads // keys * keys

@@ -10,6 +10,7 @@ from platform.config.fields import Model as ModelConfig
 from platform.model.layers import STD, Norm, Residual, StackSpecs, linear_head_sizes
 from platform.plan.model_types import Parameter, Spec, resize_dim
 from platform.plan.operations.registry import Ops
+from platform.plan.scheme import SEQUENCE
 
 
 class DeltaNet(Residual):
@@ -52,11 +53,18 @@ class DeltaNet(Residual):
         """Apply the layer, with norm and residual connection, to the stream x; see `Attention` for the
         arguments and the result."""
         name, entered, specs = self.name, self.prepare_input(ops, x), [*self.types.values()]
-        *convolved, gate, strength, decay = ops.project(entered, self.shapes.stream, self.weights, specs)
-        triples = zip(convolved, specs, self.taps, strict=False)
+        *parts, gate, strength, decay = ops.project(entered, self.shapes.stream, self.weights, specs)
+        key, value, number = (replace(spec, region=SEQUENCE) for spec in (self.key, self.value, self.number))
+        moved, goals = [*parts, strength, decay], [key, key, value, number, number]
+        moves = zip(
+            [part for part in self.types if part != "gate"], moved, [*specs[:3], *specs[4:]], goals, strict=True
+        )
+        *parts, strength, decay = ops.relayout_each(*((f"{name}.{part}_core", *move) for part, *move in moves))
+        triples = zip(parts, goals, self.taps, strict=False)
         q, k, v = (ops.convolve(taps.name, t, spec, taps, begins=begins) for t, spec, taps in triples)
-        types = self.key, self.value, self.number
+        types = key, value, number
         y = ops.delta_rule(name, q, k, v, strength, decay, *types, self.rate, self.shift, begins=begins)
+        y = ops.relayout(f"{name}.context", y, value, self.value)
         y = ops.pointwise("gated_silu", gate, self.head_norm(ops, y, self.value))
         (y,) = ops.project(y, self.value, (self.output,), (self.shapes.stream,))
         return self.add_to_stream(ops, x, y, following)

@@ -103,7 +103,8 @@ def _can_share_texts(plan: Plan) -> bool:
     regions = {o.operation.outputs[0].region for o in plan.attention_operations}
     # an encoder reads its source whole
     encodes = any(unit.startswith("encoder.") for c in plan.chunks for unit in c.units)
-    return bool(plan.scheme.context) and regions <= {"core"} and not encodes
+    has_states = any(kind == "delta_rule" for kind, _ in plan.operations)  # which lie by heads, whole for a token
+    return bool(plan.scheme.context) and regions <= {"core"} and not encodes and not has_states
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from platform.plan.layout import Layout, common_prefix
 from platform.plan.model_types import STATES, Parameter, Spec
 
 REGIONS = ("stream", "attention", "core", "mlp", "experts", "logits")
+SEQUENCE = "sequence"  # the region of attention whose ranks have whole sequences, of fewer heads: no table has it
 ROLES = ("in", "out", "vector")
 Rules = Mapping[str, Sequence[str]]  # dim -> axes
 REPLICAS = ("data", "zero", "expert")  # axes of the replicas, which compute different sequences, outer to inner
@@ -107,8 +108,13 @@ class Scheme:
         return f"{'branch' if axis in self.branches else 'tensor'}.axes.{axis}"
 
     def activation_layout(self, region: str, dims: Sequence[str]) -> Layout:
-        """Return the layout that the scheme gives to an activation with dims `dims` in a `region` of the model."""
-        return self.regions[region].restrict_dims(dims)
+        """Return an activation's layout, of these `dims` in a `region`; in SEQUENCE contexts split heads, no length."""
+        if region != SEQUENCE:
+            return self.regions[region].restrict_dims(dims)
+        layout = self.regions["attention"]
+        moved = [axis for axis in layout["length"] if axis in CONTEXT]
+        rules = {dim: [axis for axis in axes if axis not in moved] for dim, axes in layout.items()}
+        return Layout.build_canonical(rules | {"heads": [*layout["heads"], *moved]}, layout.only).restrict_dims(dims)
 
     def fuses_attention(self, region: str) -> bool:
         """Return True if one fused kernel can do attention: `region` leaves memory_length and d_kv whole."""
@@ -344,7 +350,7 @@ def check_specs(name: str, tensors: Sequence[Spec | Parameter], sizes: Mapping[s
     """Refuse by ModelMistake what a scheme cannot lay out: an unknown region, an unknown dim, or a dim that one tensor
     has twice, among the inputs and outputs `tensors` of the operation `name` of a model. `sizes`: the model's dims."""
     for t in tensors:
-        if isinstance(t, Spec) and t.region not in REGIONS:
+        if isinstance(t, Spec) and t.region not in (*REGIONS, SEQUENCE):
             raise ModelMistake(t.region, f"no such region, in {name}", REGIONS)
         _check_dims(t, sizes, f"in {name}")
         for dim in t.dims:

@@ -174,6 +174,7 @@ OF_DELTA_RULES = {
     "alone": {},
     "1d_sp, stages": {"tensor": "1d_sp", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2},
     "2d, zero": {"tensor": "2d", "axes": {"r": 1, "c": 2}, "data": 2, "zero": 3},
+    "context": {"context": 2},
 }
 
 

@@ -201,7 +201,6 @@ model.positions=rope model.rope_short=[1] | model.rope_short=[1.0]: has 1 number
 model.kv_latent=8 model.rope_share=0.5 | model.rope_share=0.5: model.kv_latent=8 rotates model.d_rope elements | 1
 model.linear_layers=[9] | model.linear_layers=9: layers are 0 to 3 | 3
 model.linear_layers=[1] model.linear_value_heads=6 model.linear_key_heads=4 | model.linear_value_heads=6: must be a | 8
-model.linear_layers=[1] parallel.context=2 | parallel.context=2: model.linear_layers need each sequence whole | 1
 model.linear_layers=[1] model.kind=encoder | model.linear_layers=[1]: model.kind=encoder: a rule reads the past | []
 model.shared_expert_gate=true | model.shared_expert_gate=true: there are no shared experts | false
 model.kv_latent=8 model.attention_gate=true | model.attention_gate=true: model.kv_latent=8 has no gate | false

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
+from platform.model import build_model
 from platform.plan.plan_check import find_unsoundness
+from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
-from platform.runtime import compilation, delta_chunks
+from platform.runtime import compilation, conversion, delta_chunks
 from tests.harness.oracle import compare, configure, prove, run, serial
 from tests.harness.plan_mutants import with_reductions
 from tests.runtime import test_memory
@@ -32,6 +34,12 @@ PLANS: dict[str, dict[str, Any]] = {
     "3d, experts": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 1}, "capacity_factor": 0.0, **ROUTED},
     "every layer, interleaved": {"linear_layers": [0, 1, 2, 3], "layers": 4, "pipeline": "interleaved", "stages": 2,
                                  "chunks": 2, "bias": True, "attention_bias": "all"},
+    "context, documents": {"context": 2, "within_documents": True},
+    "contexts of heads, 1d": {"context": 4, "context_kind": "heads", "tensor": "1d", "axes": {"t": 2}, "heads": 8,
+                              "kv_heads": 8, "linear_key_heads": 8, "linear_value_heads": 8, "within_documents": True},
+    "ring, zero": {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "global_batch": 16},
+    "nested, stages": {"context": 4, "context_kind": "nested", "context_heads": 2, "linear_key_heads": 4,
+                       "kv_heads": 4, "pipeline": "1f1b", "stages": 2},
     "biases, 1d": {"tensor": "1d", "axes": {"t": 2}, "attention_bias": "qkv", "linear_value_heads": 2},
 }  # fmt: skip
 
@@ -146,8 +154,36 @@ def test_heads_in_blocks_that_differ_are_refused():
 
 
 @pytest.mark.parametrize("name", ["rate", "query_taps"])
-def test_a_gradient_that_is_not_summed_is_found(name):
-    plan = make_plan(configure(**NEXT, tensor="2d", axes={"r": 2, "c": 2}))
-    assert not find_unsoundness(plan) and plan.reductions[f"layers.0.delta.{name}"] == ("r",)
+@pytest.mark.parametrize(
+    ("axis", "plan"), [("r", {"tensor": "2d", "axes": {"r": 2, "c": 2}}), ("context", {"context": 2})]
+)
+def test_a_gradient_that_is_not_summed_is_found(name, axis, plan):
+    plan = make_plan(configure(**NEXT, **plan))
+    assert not find_unsoundness(plan) and plan.reductions[f"layers.0.delta.{name}"] == (axis,)
     (line,) = find_unsoundness(with_reductions(plan, f"layers.0.delta.{name}", lambda axes: ()))
-    assert f"gradient of layers.0.delta.{name} is partial over r, and never summed there" in line
+    assert f"gradient of layers.0.delta.{name} is partial over {axis}, and never summed there" in line
+
+
+def test_contexts_exchange_length_for_heads():
+    """Each activation moves by one all-to-all, and the result by one back; heads that ranks cannot share are refused.
+    A run that mixes up the pieces of a sequence has another loss."""
+    plan = make_plan(configure(**NEXT, context=2, context_kind="gather"))
+    moved = [o for (kind, name), o in plan.operations.items() if kind == "relayout" and ".delta." in name]
+    assert len(moved) == 6 and {(c.op, c.axes) for o in moved for c in o.collectives} == {("all_to_all", ("context",))}
+    with pytest.raises(ConfigError) as error:
+        make_plan(configure(**NEXT, context=4))
+    assert any("model.linear_key_heads=2 is not divisible by parallel.context=4" in x for x in error.value.violations)
+
+
+def test_pieces_out_of_order_are_seen(monkeypatch):
+    """A rank that reads the parts of a sequence as they come has another loss."""
+    monkeypatch.setattr(conversion, "undo_zigzag", lambda x, *_: x)
+    c = configure(**NEXT, context=2)
+    with pytest.raises(AssertionError):
+        compare(c, *run(c), serial(c))
+
+
+def test_what_is_kept_under_a_context_is_metered():
+    c = configure(**NEXT, context=2)
+    plan, counts = test_memory.measured(c)
+    assert {*counts} == {count_saved_elements(plan, build_model(c.model)).total_elements}
