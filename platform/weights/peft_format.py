@@ -79,8 +79,9 @@ def export_adapters(stored: StoredAdapters, base: str, folder: Storage) -> list[
     Raises ConfigError for weights that PEFT has no adapter of, FileExistsError, Refused or OSError."""
     places, tune = find_places(stored.model, choose_family(stored.model, "")), stored.tune
     if missing := [name for name in stored.adapters if name not in places]:
-        reason = "has no adapter at PEFT: its module has other weights, too"
-        raise ConfigError("tune.targets", missing[0], reason)
+        reason = f"{missing[0]} has no adapter at PEFT: its module has other weights, too"
+        legal = list_target_words(p for p in build_model(stored.model).parameters() if p.name in places)
+        raise ConfigError("tune.targets", tune.targets, reason, legal)
     if taken := {CONFIG, WEIGHTS} & folder.list_sizes("").keys():
         raise FileExistsError(f"{folder.url} has {', '.join(sorted(taken))} already; name another folder")
     tensors: dict[str, Tensor] = {}

@@ -19,6 +19,8 @@ from platform.runtime.communicator import SingleRank
 from platform.train.training_state import RankTrainingState
 from platform.weights.__main__ import main
 from platform.weights.importing import open_importable, open_initial_weights, read_weight
+from platform.weights.peft_format import export_adapters
+from platform.weights.stored_adapters import StoredAdapters
 from tests.harness.commands import QUICK, in_this_process, lines
 from tests.harness.held import check_held
 from tests.harness.oracle import Result, assemble, configure, trainer_of
@@ -169,3 +171,15 @@ def test_hostile_bases_are_refused(trained, tmp_path):
         with mock.patch.object(catalogue, "load_manifest", lambda *_: manifest):
             with pytest.raises(ConfigError, match=reason):
                 open_initial_weights(c)
+
+
+def test_weights_without_an_adapter_at_peft_are_refused_with_those_that_have_one(tmp_path):
+    """In one line, and before anything is written."""
+    c = tuned(written(tmp_path / "hf", "qwen3_moe", tensors_of("qwen3_moe")), {}, ["query", "experts.*"])
+    stored: Any = StoredAdapters(mock.Mock(), "", mock.Mock(), c.model, c.tune)
+    with pytest.raises(ConfigError, match="experts") as error:
+        export_adapters(stored, "", mock.Mock())
+    (line,) = error.value.violations
+    legal = line.partition("nearest legal: ")[2].split(", ")
+    assert "has no adapter at PEFT" in line and "attention.query" in legal
+    assert not any("experts" in word for word in legal)
