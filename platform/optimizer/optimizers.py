@@ -136,9 +136,9 @@ def _build_adamw(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Opti
 
 def _build_sgd(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
     """Construct torch's fused SGD of parameter groups; as there, weight decay is added to the gradient."""
-    import torch
+    from platform.optimizer.update_rules import Sgd
 
-    return torch.optim.SGD(groups, o.lr, o.momentum, nesterov=o.nesterov, fused=True)
+    return Sgd(groups, o.lr, o.momentum, nesterov=o.nesterov, fused=True)
 
 
 def _build_lion(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -164,11 +164,13 @@ def _build_adafactor(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.
 
 OPTIMIZERS = {
     "adamw": OptimizerKind(_build_adamw, moments=2, divides=True, skips=True, stores=True),
-    "sgd": OptimizerKind(_build_sgd, moments=lambda o: int(o.momentum > 0), divides=True, stores=True),
-    "lion": OptimizerKind(_build_lion, moments=1, stores=True, scratch=lambda o, update: update.largest_part_bytes),
-    "muon": OptimizerKind(_build_muon, moments=2, scratch=muon_scratch_bytes),  # one of matrices
+    "sgd": OptimizerKind(_build_sgd, moments=lambda o: int(o.momentum > 0), divides=True, skips=True, stores=True),
+    "lion": OptimizerKind(
+        _build_lion, moments=1, skips=True, stores=True, scratch=lambda o, update: update.largest_part_bytes
+    ),
+    "muon": OptimizerKind(_build_muon, moments=2, skips=True, scratch=muon_scratch_bytes),  # one of matrices
     "adafactor": OptimizerKind(
-        _build_adafactor, moments=1, scratch=adafactor_scratch_bytes
+        _build_adafactor, moments=1, skips=True, scratch=adafactor_scratch_bytes
     ),  # none of matrices, but SIDES
 }
 
@@ -390,17 +392,11 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
         yield format_violation("optimizer.matrices", o.matrices, constraint, ["", "tensor.vectors=even"])
 
 
-def reason_against_early_update(config: Config, plan: Plan) -> str:
+def reason_against_early_update(config: Config) -> str:
     """Return why a step's update cannot be launched before its loss and gradient norm are read, for the user; "" if it
     can: then the device itself skips an update whose numbers are not finite."""
-    if config.optimizer.moments != "fp32":
-        return f"optimizer.moments={config.optimizer.moments} rounds what the device would skip"
     if not OPTIMIZERS[config.optimizer.kind].skips:
         return f"optimizer={config.optimizer.kind} cannot skip an update on the device"
-    if plan.precision == "fp64":
-        return "precision=fp64 does not divide gradients on the device"
-    if config.train.ema or plan.load_dependent_routes:
-        return f"{'train.ema' if config.train.ema else 'model.balance'} changes numbers beside the optimizer's"
     return "" if config.optimizer.early == "auto" else "optimizer.early=off"
 
 

@@ -68,13 +68,16 @@ def load_moment(state: Mapping[str, Any], name: str, piece: slice, dtype: torch.
     return decode_blocks(stored, scales[0], name not in UNSIGNED, dtype) if scales else stored.to(dtype)
 
 
-def store_moment(state: Mapping[str, Any], name: str, piece: slice, moment: Tensor) -> None:
-    """Store a piece of the moment `name` of flat weights in an optimizer's `state`, rounded to the type there."""
+def store_moment(
+    state: Mapping[str, Any], name: str, piece: slice, moment: Tensor, skipped: Tensor | None = None
+) -> None:
+    """Store a piece of the moment `name` of flat weights in an optimizer's `state`, rounded to the type there; keep
+    what is there if the update is `skipped`, as the device says by a mask of no dims."""
     parts = view_moment(state, name, piece)
     encoded = encode_blocks(moment, name not in UNSIGNED) if parts[1:] else (moment,)
     for part, new in zip(parts, encoded, strict=True):
         if part.data_ptr() != new.data_ptr():
-            part.copy_(new)
+            part.copy_(new if skipped is None else torch.where(skipped, part, new.to(part.dtype)))
 
 
 def view_moment(state: Mapping[str, Any], name: str, piece: slice) -> list[Tensor]:
@@ -109,6 +112,8 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         assert closure is None, "gradients are there"
         for name in ("grad_scale", "found_inf"):
             setattr(self._inner, name, getattr(self, name, None))
+        flag = getattr(self, "found_inf", None)
+        self._skipped: Tensor | None = None if flag is None else flag.bool()
         for group, settings in zip(self.param_groups, self._settings, strict=True):
             for w in (w for w in group["params"] if w.grad is not None and w.numel()):
                 self._update_weights(w, {**settings, "lr": group["lr"]}, group["scaled"])
@@ -134,7 +139,7 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
             left = self._inner.state.pop(weights)
             self._inner.param_groups, weights.grad = [], None  # nothing of a piece lives on
             for name in self._moments:
-                store_moment(stored, name, piece, left.pop(name))
+                store_moment(stored, name, piece, left.pop(name), self._skipped)
             if halves:
                 split_halves(weights.detach(), *halves)
             del weights

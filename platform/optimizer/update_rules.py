@@ -4,6 +4,9 @@
 - Adafactor ("Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"), with the choices of torch's.
 - Lion ("Symbolic Discovery of Optimization Algorithms"): the update is the sign of a momentum.
 - Muon ("Muon: An optimizer for hidden layers in neural networks", Jordan et al.): orthogonal updates of matrices.
+
+Each takes an attribute `found_inf`, as torch's fused optimizers do: where it is 1, on the device, an update changes no
+number (`Skip`). Nothing here asks the device for one.
 """
 
 from __future__ import annotations
@@ -18,6 +21,47 @@ from torch import Tensor
 from platform.config.fields import Optimizer
 
 ROWS, COLUMNS, WHOLE = "row_var", "col_var", "variance"  # names of its state
+
+
+class Skip:
+    """Word of the device on whether it leaves out an update of `optimizer`, whose attribute `found_inf` is then 1; None
+    or missing where the host has decided to update. With it every operation of an update becomes one that changes
+    nothing, so that no copy of weights or moments is made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        """Take the word that an optimizer's update has now."""
+        self._flag: Tensor | None = getattr(optimizer, "found_inf", None)
+        self._mask = None if self._flag is None else self._flag.bool()
+
+    def hold(self, x: Tensor, moment: Tensor) -> Tensor:
+        """Replace x in place by the moment that would move to it, if the update is left out; return x."""
+        return x if self._mask is None else torch.where(self._mask, moment, x, out=x)
+
+    def clear(self, x: Tensor) -> Tensor:
+        """Replace x in place, which weights would change by, by zeros if the update is left out; return x."""
+        return x if self._mask is None else x.masked_fill_(self._mask, 0)
+
+    def weaken(self, decay: float, dtype: torch.dtype) -> float | Tensor:
+        """Return what weights are multiplied by: 1 - `decay`, of the type of weights; 1 if the update is left out."""
+        return 1 - decay if self._flag is None else (1 - decay * (1 - self._flag.double())).to(dtype)
+
+    def count_back(self, steps: Tensor) -> None:
+        """Take an update that is left out off the count of `steps`, to which it was added."""
+        if self._flag is not None:
+            steps.sub_(self._flag)
+
+
+class Sgd(torch.optim.SGD):
+    """Torch's fused SGD, whose momenta are zeros before the first update: its kernels may skip that one too, and would
+    leave momenta that torch has just allocated undefined."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient by SGD. `closure` is not supported."""
+        assert closure is None, "gradients are there"
+        for w in (w for group in self.param_groups if group["momentum"] for w in group["params"] if w.grad is not None):
+            if "momentum_buffer" not in self.state[w]:
+                self.state[w]["momentum_buffer"] = torch.zeros_like(w, requires_grad=False)
+        super().step()
 
 
 class SumsOverRanks(Protocol):
@@ -63,13 +107,14 @@ class Adafactor(torch.optim.Optimizer):
             for w in (w for group in self.param_groups for w in group["params"]):
                 self._ensure_state(w, None)["step"] += 1
             return
+        skip = Skip(self)
         owned = {n: (w, g) for g in self.param_groups for n, w in zip(g.get("names", ()), g["params"], strict=False)}
         local_sums = {name: [*self._sum_local_sides(name, w), _sum_squares(w)] for name, (w, _) in owned.items()}
         sums = self.factors.sum_over_ranks(local_sums)
-        local_sums = {name: [self._divide_gradient(name, w, sums[name][:-1])] for name, (w, _) in owned.items()}
+        local_sums = {name: [self._divide_gradient(name, w, sums[name][:-1], skip)] for name, (w, _) in owned.items()}
         totals = self.factors.sum_over_ranks(local_sums, totals=True)
         for name, (w, group) in owned.items():
-            self._apply_update(w, group, self.factors.parameter_sizes[name], sums[name][-1], totals[name][0])
+            self._apply_update(w, group, self.factors.parameter_sizes[name], sums[name][-1], totals[name][0], skip)
 
     def _sum_local_sides(self, name: str, w: Tensor) -> tuple[Tensor, ...]:
         """Return the sums by row and by column of this rank's squared gradient of a matrix; () for other parameters."""
@@ -88,7 +133,7 @@ class Adafactor(torch.optim.Optimizer):
                 state[WHOLE] = torch.zeros_like(w, requires_grad=False)
         return state
 
-    def _divide_gradient(self, name: str, w: Tensor, row_and_column_sums: Sequence[Tensor]) -> Tensor:
+    def _divide_gradient(self, name: str, w: Tensor, row_and_column_sums: Sequence[Tensor], skip: Skip) -> Tensor:
         """Add the squares of a gradient to Adafactor's running second moments, and divide the gradient by their root,
         in place; return the sum of squares of the divided gradient. `row_and_column_sums`: sums of squares by row and
         by column, over all ranks (empty if `name` is no matrix)."""
@@ -103,15 +148,17 @@ class Adafactor(torch.optim.Optimizer):
                 (rows, row_and_column_sums[0], shape[2]),
                 (columns, row_and_column_sums[1], shape[1]),
             ):
-                moment.lerp_(squares / others, new_share)
+                moment.lerp_(skip.hold(squares / others, moment), new_share)
             by_matrix = rows.view(shape[0], -1)
             relative = by_matrix / by_matrix.mean(1, keepdim=True).clamp(min=eps)
             moments = self.factors.outer_product_part(name, relative.view(-1), columns, gradient)
         else:
-            moments = state[WHOLE].lerp_(gradient.square(), new_share).clone()
+            moments = state[WHOLE].lerp_(skip.hold(gradient.square(), state[WHOLE]), new_share).clone()
         return _sum_squares(gradient.mul_(moments.clamp_(min=eps * eps).rsqrt_()))
 
-    def _apply_update(self, w: Tensor, group: Mapping[str, Any], size: int, weights: Tensor, update: Tensor) -> None:
+    def _apply_update(
+        self, w: Tensor, group: Mapping[str, Any], size: int, weights: Tensor, update: Tensor, skip: Skip
+    ) -> None:
         """Update a parameter by Adafactor from its gradient as `_divide_gradient` has left it, clipped to a root mean
         square. `size`: elements of the whole parameter over all ranks; `weights`, `update`: sums of squares of its
         weights and of its divided gradient."""
@@ -120,8 +167,9 @@ class Adafactor(torch.optim.Optimizer):
         scale = (weights / size).sqrt().clamp(min=o.least_scale) if o.scale_by_weight else torch.ones_like(weights)
         rate = step.double().rsqrt().clamp(max=lr).to(w.dtype) if o.relative_step else lr
         clipped = (update.sqrt() / (sqrt(size) * o.update_clip)).clamp(min=1)
-        w.mul_(1 - lr * group["weight_decay"])
-        w.sub_(w.grad.mul_(rate * scale / clipped))
+        w.mul_(skip.weaken(lr * group["weight_decay"], w.dtype))
+        w.sub_(skip.clear(w.grad.mul_(rate * scale / clipped)))
+        skip.count_back(step)
 
 
 def _sum_squares(x: Tensor) -> Tensor:
@@ -141,20 +189,23 @@ class OrderedAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient by AdamW. `closure` is not supported."""
         assert closure is None, "gradients are there"
+        skip = Skip(self)
         for group in self.param_groups:
             for w in (w for w in group["params"] if w.grad is not None):
                 state = self.state[w]
                 if not state:
-                    state["step"] = torch.zeros((), dtype=w.dtype)
+                    state["step"] = torch.zeros((), dtype=w.dtype, device=w.device)
                     state |= {name: torch.zeros_like(w, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
                 state["step"] += 1
-                lr = torch.tensor(group["lr"], dtype=w.dtype)
+                lr = skip.clear(torch.full((), group["lr"], dtype=w.dtype, device=w.device))
                 rest_of_mean, rest_of_square = (1 - beta ** state["step"] for beta in group["betas"])
                 w.sub_(lr * group["weight_decay"] * w)
-                mean = state["exp_avg"].lerp_(w.grad, 1 - group["betas"][0])
-                square = state["exp_avg_sq"].lerp_(w.grad.square(), 1 - group["betas"][1])
+                squares = skip.hold(w.grad.square(), state["exp_avg_sq"])
+                mean = state["exp_avg"].lerp_(skip.hold(w.grad, state["exp_avg"]), 1 - group["betas"][0])
+                square = state["exp_avg_sq"].lerp_(squares, 1 - group["betas"][1])
                 root = square.sqrt().div_(rest_of_square.sqrt()).add_(group["eps"])
                 w.sub_((mean / rest_of_mean).mul_(lr).div_(root))
+                skip.count_back(state["step"])
 
 
 class Lion(torch.optim.Optimizer):
@@ -170,15 +221,19 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient by Lion. `closure` is not supported."""
         assert closure is None, "gradients are there"
+        skip = Skip(self)
         most = max(w.numel() for group in self.param_groups for w in group["params"])
         for group in self.param_groups:
             lr, (share, decay) = group["lr"], group["betas"]
             for weights in _batch_weights([w for w in group["params"] if w.grad is not None], most):
-                gradients = [w.grad for w in weights if w.grad is not None]
                 momenta = [self._ensure_momentum(w) for w in weights]
-                torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+                pairs = zip(weights, momenta, strict=True)
+                gradients = [skip.hold(w.grad, m) for w, m in pairs if w.grad is not None]
+                torch._foreach_mul_(weights, skip.weaken(lr * group["weight_decay"], weights[0].dtype))
                 signs = torch._foreach_lerp(momenta, gradients, 1 - share)
                 torch._foreach_sign_(signs)
+                for x in signs:
+                    skip.clear(x)
                 torch._foreach_add_(weights, signs, alpha=-lr)
                 torch._foreach_lerp_(momenta, gradients, 1 - decay)
                 del signs  # before the next weights' are made
@@ -253,14 +308,14 @@ class Muon(torch.optim.AdamW):
         finally:
             self.param_groups = every
         if hasattr(self, "matrices"):
-            self._update_matrices(of_matrices)
+            self._update_matrices(of_matrices, Skip(self))
 
-    def _update_matrices(self, groups: list[dict[str, Any]]) -> None:
+    def _update_matrices(self, groups: list[dict[str, Any]], skip: Skip) -> None:
         """Update the matrices of the parameter `groups` by their orthogonalised momentum, gathered from all ranks one
         by one."""
         o = self._o
         owned = {name: (w, group) for group in groups for name, w in zip(group["names"], group["params"], strict=True)}
-        parts = {name: self._advance_momentum(w) for name, (w, _) in owned.items()}
+        parts = {name: self._advance_momentum(w, skip) for name, (w, _) in owned.items()}
 
         def compute_update(matrices: Tensor) -> Tensor:
             """Return Muon's orthogonal update of whole matrices, computed in bf16 for a model in half precision."""
@@ -269,19 +324,21 @@ class Muon(torch.optim.AdamW):
 
         for name, part in self.matrices.map_matrices(compute_update, parts):
             w, group = owned[name]
-            w.mul_(1 - group["lr"] * group["weight_decay"])
-            w.sub_(part.view_as(w), alpha=group["lr"] * FACTORS[o.matrix_lr](*self.matrices.matrix_shape(name)))
-            del part  # before the next matrix is made
+            w.mul_(skip.weaken(group["lr"] * group["weight_decay"], w.dtype))
+            change = skip.clear(part.view_as(w))
+            w.sub_(change, alpha=group["lr"] * FACTORS[o.matrix_lr](*self.matrices.matrix_shape(name)))
+            del part, change  # before the next matrix is made
 
-    def _advance_momentum(self, w: Tensor) -> Tensor:
+    def _advance_momentum(self, w: Tensor, skip: Skip) -> Tensor:
         """Add the gradient of this rank's part of a matrix to Muon's momentum; return the update, not orthogonal."""
         o, state = self._o, self.state[w]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=w.device)
             state["exp_avg"] = torch.zeros_like(w, requires_grad=False)
         state["step"] += 1
+        skip.count_back(state["step"])
         assert w.grad is not None, "every part of a matrix has a gradient"
-        momentum: Tensor = state["exp_avg"].lerp_(w.grad, 1 - o.momentum)
+        momentum: Tensor = state["exp_avg"].lerp_(skip.hold(w.grad, state["exp_avg"]), 1 - o.momentum)
         return w.grad.lerp(momentum, o.momentum) if o.nesterov else momentum
 
 

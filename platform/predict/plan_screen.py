@@ -328,6 +328,6 @@ def _explain_step_time(
         "parts": step.seconds_by_part,
         "mfu": step.mfu,
         "speed": step.device_flops,
-        "late": reason_against_early_update(config, plan) if device_kind(config) == "cuda" else "",
+        "late": reason_against_early_update(config) if device_kind(config) == "cuda" else "",
         "days": {"tokens": tokens, "days": step.training_days(tokens)},
     }

@@ -296,13 +296,14 @@ def route_tokens(
 
 
 @torch.no_grad()
-def update_router_states(router: Router, router_states: Rows, load: Tensor) -> None:
-    """Update the states of a layer in place after a step in which `load` [experts] tokens chose each expert."""
+def update_router_states(router: Router, router_states: Rows, load: Tensor, skipped: Tensor | None = None) -> None:
+    """Update the states of a layer in place after a step in which `load` [experts] tokens chose each expert; leave them
+    if the step is `skipped`, as the device says by 1 in a number."""
     mean = load.sum() / len(load)
-    if "choice" in router_states:
-        router_states["choice"].add_((load.sum() - load * len(load)).sign(), alpha=router.rate)
-    if "load" in router_states:
-        router_states["load"].copy_(torch.where(mean > 0, load / mean, 1.0))
+    changes = {"choice": (load.sum() - load * len(load)).sign(), "load": torch.where(mean > 0, load / mean, 1.0)}
+    for name, state in router_states.items():
+        new = state.add(changes[name], alpha=router.rate) if name == "choice" else changes[name]
+        state.copy_(new if skipped is None else torch.where(skipped.bool(), state, new.to(state.dtype)))
 
 
 class _Route(torch.autograd.Function):

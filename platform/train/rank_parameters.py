@@ -287,12 +287,17 @@ class RankWeights:
         self.averages = {n: self.read_master(n).clone() for n in self.trainable_masters}
 
     @torch.no_grad()
-    def update_averages(self, decay: float) -> None:
-        """Update the weights' moving averages, if kept: average = decay * average + (1 - decay) * master weight."""
-        for name, average in self.averages.items() if self.are_masters_split else ():
-            average.lerp_(self.read_master(name), 1 - decay)
-        if self.averages and not self.are_masters_split:
-            torch._foreach_lerp_(list(self.averages.values()), list(self.trainable_masters.values()), 1 - decay)
+    def update_averages(self, decay: float, skipped: Tensor | None = None) -> None:
+        """Update the weights' moving averages, if kept: average = decay * average + (1 - decay) * master weight; not if
+        the step is `skipped`, as the device says by 1 in a number."""
+        if not self.averages:
+            return
+        share = 1 - decay if skipped is None else (1 - decay) * (1 - skipped.double())
+        if isinstance(share, float) and not self.are_masters_split:
+            torch._foreach_lerp_(list(self.averages.values()), list(self.trainable_masters.values()), share)
+            return
+        for name, average in self.averages.items():
+            average.lerp_(self.read_master(name), share.to(average.dtype) if isinstance(share, Tensor) else share)
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ class Trainer:
         self._counted = grad_norm_slices(self.stage, communicator.coordinates)
         self._divides = divides_gradients(config.optimizer) and DTYPES[plan.precision][1] == torch.float32
         is_host = communicator.device.type == "cpu"  # which launches nothing
-        self.updates_early = not is_host and not reason_against_early_update(config, plan)
+        self.updates_early = not is_host and not reason_against_early_update(config)
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = SectionClock(communicator.device, detailed=self.aligned)
@@ -331,43 +331,44 @@ class Trainer:
 
     def _update_unless_skipped(self, sums: Tensor, share: float, lr: float, limit: float) -> None:
         """Launch the update before the host knows the step's `sums`; the device skips it as `step` says."""
-        optimizer: Any = self.optimizer
         loss = sums[0] / share + 0 * sums[:2].sum()  # NaN if either is not finite
-        optimizer.found_inf = (loss <= limit).logical_not().float()
-        norm = sums[1].sqrt()
-        self._update_weights(norm if self._loss_factor == 1 else norm / self._loss_factor, lr)
-        optimizer.found_inf = None
+        norm, skipped = sums[1].sqrt(), (loss <= limit).logical_not().float()
+        self._update_weights(norm if self._loss_factor == 1 else norm / self._loss_factor, lr, skipped)
 
-    def _update_weights(self, norm: float | Tensor, lr: float) -> None:
+    def _update_weights(self, norm: float | Tensor, lr: float, skipped: Tensor | None = None) -> None:
         """Update this rank's weights from their reduced gradients, by the optimizer at learning rate `lr`, with
-        gradients clipped to optimizer.clip. `norm`: the whole gradient's 2-norm, without the loss scale; a tensor where
-        the host does not know it yet."""
+        gradients clipped to optimizer.clip. `norm`: the whole gradient's 2-norm, without the loss scale. Where the host
+        does not know it yet it is a tensor, and `skipped` 1 on the device if nothing is to change."""
         clip, optimizer = self.config.optimizer.clip, cast(Any, self.optimizer)
         divisor: float | Tensor = self._loss_factor
         if clip:
             ratio = (norm + 1e-6) / clip
             divisor = ratio.clamp(min=1) if isinstance(ratio, Tensor) else max(1.0, ratio)
             divisor = divisor if self._loss_factor == 1 else divisor * self._loss_factor
-        if isinstance(divisor, Tensor):
-            optimizer.grad_scale = divisor.float()
-        elif divisor != 1.0 and self._divides:
-            optimizer.grad_scale = torch.full((), divisor, device=self.communicator.device)
-        elif divisor != 1.0 and (
-            gradients := [x for w in self.weights.updated_tensors.values() if (x := w.grad) is not None]
-        ):
-            torch._foreach_mul_(gradients, 1 / divisor)  # none where a shard is padding alone
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            self._divide_gradients(divisor)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         if self.weights.are_masters_split:
             self.weights.wait_for_gathers()  # of what no pass has read, whose memory is that of high halves
+        optimizer.found_inf = skipped
         optimizer.step()
-        if self._divides:
-            optimizer.grad_scale = None  # nothing of a step lives on
+        optimizer.found_inf = optimizer.grad_scale = None  # nothing of a step lives on
         for name, o in self.stage.load_dependent_routes.items():
             if states := {p.role: self.weights.states[p.name] for p in o.operation.states}:
-                update_router_states(o.operation["router"], states, self._loads[name])
-        self.weights.update_averages(self.config.train.ema)
+                update_router_states(o.operation["router"], states, self._loads[name], skipped)
+        self.weights.update_averages(self.config.train.ema, skipped)
         self.weights.refresh_copies(ahead=True)
+
+    def _divide_gradients(self, divisor: float | Tensor) -> None:
+        """Divide the reduced gradients by a number, or let the optimizer do so as it reads them."""
+        if self._divides:
+            is_tensor, device = isinstance(divisor, Tensor), self.communicator.device
+            scale = cast(Tensor, divisor).float() if is_tensor else torch.full((), divisor, device=device)
+            cast(Any, self.optimizer).grad_scale = scale
+        elif gradients := [x for w in self.weights.updated_tensors.values() if (x := w.grad) is not None]:
+            factor = 1 / divisor  # no gradients where a shard is padding alone
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
 
     def use_evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the weights to evaluate are in place: moving averages under eval.averaged."""

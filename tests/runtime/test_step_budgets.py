@@ -27,10 +27,13 @@ UPDATES = {
     "adamw, clipped": (["optimizer.clip=0.5"], 28 + 4),  # torch's kernels write what they have divided
     "adamw, late": (["optimizer.clip=0", "optimizer.early=off"], 28),
     "adamw, late, clipped": (["optimizer.clip=0.5", "optimizer.early=off"], 28 + 4),
-    "sgd": (["optimizer=sgd", "optimizer.clip=2"], 20),
+    "sgd": (["optimizer=sgd", "optimizer.clip=0"], 20),
     "sgd, clipped": (["optimizer=sgd", "optimizer.clip=0.5"], 20 + 4),
-    "lion": (["optimizer=lion", "optimizer.clip=2"], 52),  # in five launches, of which the floor is 20
-    "lion, clipped": (["optimizer=lion", "optimizer.clip=0.5"], 52 + 8),
+    "sgd, late": (["optimizer=sgd", "optimizer.clip=2", "optimizer.early=off"], 20),
+    "sgd, late, clipped": (["optimizer=sgd", "optimizer.clip=0.5", "optimizer.early=off"], 20 + 4),
+    # in five launches, of which the floor is 20
+    "lion, late": (["optimizer=lion", "optimizer.clip=2", "optimizer.early=off"], 52),
+    "lion, late, clipped": (["optimizer=lion", "optimizer.clip=0.5", "optimizer.early=off"], 52 + 8),
 }
 SHARDS = {"whole": [], "data": FOUR, **{f"zero {n}": [*FOUR, f"parallel.zero={n}"] for n in (1, 2, 3)}}
 NARROW = {"bf16": 4 + 2, "fp32": 4 + 4}  # precision -> bytes to make a compute weight of its master
@@ -71,9 +74,11 @@ def budget_of(name: str, trainer: Trainer) -> dict[str, tuple[int, int]]:
         kernels = 5 * lists(trainer) + clips  # all gradients are multiplied first
     elif clips:  # the factor is a number on the device, which each launch reads
         kernels, nbytes = kernels + 1, nbytes + 4 + 4 * groups
-    if name.startswith("adamw") and "late" not in name:
-        # eight launches say whether it is to be skipped, whose word each kernel reads and takes off the counts of steps
-        kernels, nbytes = kernels + 8 + groups, nbytes + 112 + 4 * groups + parts * (8 + 4)
+    if "late" not in name:
+        # eight launches say whether it is to be skipped, whose word each kernel reads
+        kernels, nbytes = kernels + 8, nbytes + 112 + 4 * groups
+        if name.startswith("adamw"):  # and takes off the counts of steps
+            kernels, nbytes = kernels + groups, nbytes + parts * (8 + 4)
         if clips:  # four make the factor, in place of one
             kernels, nbytes = kernels + 4 - 1, nbytes + 60 - 4
     return {"reduce": known["norm"], "optimizer": (kernels + copies, nbytes + copied)}
