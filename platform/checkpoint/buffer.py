@@ -100,16 +100,19 @@ class HostBuffer:
         """Copy every part of this checkpoint's buffer out of the live tensors `blocks`, which may change afterwards."""
         self.start_copy(blocks)()
 
-    def start_copy(self, blocks: Sequence[Block]) -> Callable[[], None]:
+    def start_copy(self, blocks: Sequence[Block], after: torch.cuda.Event | None = None) -> Callable[[], None]:
         """Start copying every part of this checkpoint's or snapshot's buffer out of the live tensors `blocks`, which
         must not change before the returned function has been called: it waits until all is copied. Out of tensors on a
-        GPU the copies run in a stream of their own, after all work queued by now and beside later work; several threads
-        may wait for them."""
+        GPU the copies run in a stream of their own, after the work that ends with `after`, by default all queued by
+        now, and beside later work; several threads may wait for them."""
         if not self._pinned:
             self._copy_parts(blocks)
             return lambda: None
         stream = _stream_of_copies()
-        stream.wait_stream(torch.cuda.current_stream())
+        if after:
+            stream.wait_event(after)
+        else:
+            stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._copy_parts(blocks)
         return stream.record_event(torch.cuda.Event(blocking=True)).synchronize  # who waits leaves the core to others

@@ -440,16 +440,26 @@ class RankSnapshots:
         self._handed = handed
 
     def begin_snapshot(
-        self, step: int, blocks: Sequence[Block], values: Callable[[], dict[str, Any]], transfer: Transfer
+        self,
+        step: int,
+        blocks: Sequence[Block],
+        values: Callable[[], dict[str, Any]],
+        transfer: Transfer,
+        after: torch.cuda.Event | None = None,
     ) -> None:
         """Begin to take a snapshot of the training state after `step`: start copying this rank's parts of its `blocks`
         into host memory, and let a thread exchange with peers, once they are there, the parts that they keep for each
         other; all ranks call it together. Neither `blocks` nor what `values` returns may change before
-        `finish_snapshot`. The previous snapshot stays intact even if this one fails."""
+        `finish_snapshot`. The previous snapshot stays intact even if this one fails. `after`: the end of the work that
+        has changed the state, on a GPU; by default of all that is queued by now."""
         self.abandon_snapshot()  # one that failed
         place, snapshot = self._choose_place()
         snapshot.mark_incomplete()
-        copied, kept, outgoing = snapshot.own_buffer.start_copy(blocks), snapshot.copies_buffer, self._outgoing[place]
+        copied, kept, outgoing = (
+            snapshot.own_buffer.start_copy(blocks, after),
+            snapshot.copies_buffer,
+            self._outgoing[place],
+        )
 
         def exchange_copies() -> None:
             """Wait until this rank's part of the snapshot is copied, then exchange the parts that peers keep."""

@@ -661,6 +661,12 @@ class Train:
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
+    ahead: str = key(
+        "auto",
+        "launch a step's passes before the numbers of the step before are read, so that a device never waits for its"
+        " host; auto: on a GPU, where the update itself is launched early (optimizer.early) and the run allows it",
+        ("auto", "off"),
+    )
     attention_kernel: str = key(AUTO, "kernel of attention where one computes it; auto: torch chooses", KERNELS)
     mlp_chunks: int = key(
         1, "feed-forward layers: chunks of tokens, each with its inner activations, computed twice; 1 = whole, once",

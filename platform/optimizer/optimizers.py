@@ -393,11 +393,23 @@ def violations_of_patterns(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def reason_against_early_update(config: Config) -> str:
-    """Return why a step's update cannot be launched before its loss and gradient norm are read, for the user; "" if it
-    can: then the device itself skips an update whose numbers are not finite."""
+    """Return why a step's update waits until its loss and norm are read, for the user; "" if the device may skip it."""
     if not OPTIMIZERS[config.optimizer.kind].skips:
         return f"optimizer={config.optimizer.kind} cannot skip an update on the device"
     return "" if config.optimizer.early == "auto" else "optimizer.early=off"
+
+
+def reason_against_passes_ahead(config: Config, plan: Plan) -> str:
+    """Return why no step's passes are launched before the numbers of the step before are read, for the user; "" if they
+    are: then the device works while the host reads, reports and waits for the next order."""
+    reasons = {
+        "train.ahead=off": config.train.ahead == "off",
+        f"precision={plan.precision} scales a loss as the step before says": plan.precision == "fp16",
+        "parallel.lent_experts follow from the step before": bool(plan.scheme.lent),
+        "monitor.timeline begins each step with a barrier": config.monitor.timeline,
+        "monitor.log_launches writes those of each step": config.monitor.log_launches,
+    }
+    return next((why for why, applies in reasons.items() if applies), "") or reason_against_early_update(config)
 
 
 def update_granularity(o: Optimizer) -> str:

@@ -71,8 +71,8 @@ def load_moment(state: Mapping[str, Any], name: str, piece: slice, dtype: torch.
 def store_moment(
     state: Mapping[str, Any], name: str, piece: slice, moment: Tensor, skipped: Tensor | None = None
 ) -> None:
-    """Store a piece of the moment `name` of flat weights in an optimizer's `state`, rounded to the type there; keep
-    what is there if the update is `skipped`, as the device says by a mask of no dims."""
+    """Store a piece of the moment `name` of flat weights in an optimizer's `state`, rounded to the type there, unless
+    the device says by `skipped`, a mask of no dims, that the update is left out."""
     parts = view_moment(state, name, piece)
     encoded = encode_blocks(moment, name not in UNSIGNED) if parts[1:] else (moment,)
     for part, new in zip(parts, encoded, strict=True):

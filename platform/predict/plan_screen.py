@@ -15,7 +15,11 @@ from platform.config.fields import Config
 from platform.config.groups import AUTO
 from platform.config.key import format_duration
 from platform.model import build_model
-from platform.optimizer.optimizers import count_states_per_element, reason_against_early_update
+from platform.optimizer.optimizers import (
+    count_states_per_element,
+    reason_against_early_update,
+    reason_against_passes_ahead,
+)
 from platform.plan.accelerators import nominal_memory
 from platform.plan.layout import format_count
 from platform.plan.plan import Plan
@@ -132,7 +136,8 @@ def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     if not time:
         return []
     name, seconds = max(time["parts"].items(), key=lambda pair: pair[1])
-    late = [f"each update waits for its loss to be read: {time['late']}"] if time.get("late") else []
+    waits = {"late": "each update waits for its loss to be read", "behind": "each step waits for the report before it"}
+    late = [f"{said}: {time[key]}" for key, said in waits.items() if time.get(key)][:1]
     return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step", *late, *blocks]
 
 
@@ -329,5 +334,6 @@ def _explain_step_time(
         "mfu": step.mfu,
         "speed": step.device_flops,
         "late": reason_against_early_update(config) if device_kind(config) == "cuda" else "",
+        "behind": reason_against_passes_ahead(config, plan) if device_kind(config) == "cuda" else "",
         "days": {"tokens": tokens, "days": step.training_days(tokens)},
     }

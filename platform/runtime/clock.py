@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,21 +165,35 @@ class SectionClock:
         flight.waited, flight.held = self._sections[-1][1:], None
 
     def take_section_times(self) -> ClockReading:
-        """Return the times of the step since the clock was last read, and start it anew. A collective that is not
-        waited for yet is left to the reading after its wait, from that one's beginning on."""
+        """Return the times of the step since the clock was last read, and start it anew."""
+        return self.end_reading()()
+
+    def end_reading(self) -> Callable[[], ClockReading]:
+        """Start the clock anew; return a function that waits for the device and returns the times since it was last
+        read. A collective that is not waited for yet is left to the reading after its wait, from its beginning on."""
         assert not self._open, "a clock is read between sections"
-        seconds, waits = defaultdict[str, float](float), defaultdict[str, float](float)
-        marks, sections, spans = self._reading.marks, self._sections, self._spans
+        ended, sections, spans = self._reading, self._sections, self._spans
         flights = [(flight, *flight.waited) for flight in self._flights if flight.waited]
         under_way = [flight for flight in self._flights if not flight.waited]
-        if self._cuda and marks:
-            with self.mark_waiting_for_device():
-                for event in (marks[-1][-1], *(flight.done for flight, _, _ in flights if flight.done)):
-                    event.synchronize()
         self._begin_reading()
         for flight in under_way:
             flight.begin = 0
         self._flights = under_way
+        return partial(self._read_times, ended, sections, spans, flights)
+
+    def _read_times(
+        self,
+        ended: _Reading,
+        sections: Sequence[tuple[str, int, int]],
+        spans: Sequence[tuple[str, int, int]],
+        flights: Sequence[tuple[Flight, int, int]],
+    ) -> ClockReading:
+        """Wait until the device has passed the marks of the `ended` reading of a step's clock; return their times."""
+        seconds, waits, marks = defaultdict[str, float](float), defaultdict[str, float](float), ended.marks
+        if self._cuda and marks:
+            with PROGRESS.mark_waiting(SYNCHRONIZE, partial(self._find_place, ended)):
+                for event in (marks[-1][-1], *(flight.done for flight, _, _ in flights if flight.done)):
+                    event.synchronize()
         times = [self._seconds_between(marks[0][-1], when) for *_, when in marks]
         for begin, (name, _, along, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin
@@ -208,9 +223,12 @@ class SectionClock:
             yield
 
     def device_place(self) -> DevicePlace:
-        """Return where the device is among the marks of this clock, without waiting for it. Called by other threads
-        while the host waits for the device."""
-        reading = self._reading
+        """Return where the device is among the marks of this clock; called by other threads while the host waits."""
+        return self._find_place(self._reading)
+
+    @staticmethod
+    def _find_place(reading: _Reading) -> DevicePlace:
+        """Return where the device is among the marks of a step's `reading` of the clock."""
         marks = reading.marks
         while reading.passed < len(marks) and marks[reading.passed][-1].query():
             reading.completed += marks[reading.passed][1]

@@ -460,6 +460,25 @@ class Communicator(ABC):
         self.confirm_uninterrupted()
         return numbers
 
+    def start_reading(self, x: Tensor) -> Callable[[], list[float]]:
+        """Start copying the numbers in `x` [n] to host memory; return a function that reads them as `read_numbers`
+        does, and waits for no work that is launched after this call."""
+        if x.device.type != "cuda":
+            return partial(self.read_numbers, x)
+        on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)
+        copied.record()
+
+        def read_copy() -> list[float]:
+            """Wait for the copy of the numbers alone, and return them. Raises Aborted."""
+            with self.clock.mark_waiting_for_device():
+                copied.synchronize()
+            self.confirm_uninterrupted()
+            numbers: list[float] = on_host.tolist()
+            return numbers
+
+        return read_copy
+
     @contextmanager
     def suspend_counting(self) -> Iterator[None]:
         """Suspend counting moved bytes and logging launches in the context, for traffic outside of a step."""

@@ -297,8 +297,7 @@ def route_tokens(
 
 @torch.no_grad()
 def update_router_states(router: Router, router_states: Rows, load: Tensor, skipped: Tensor | None = None) -> None:
-    """Update the states of a layer in place after a step in which `load` [experts] tokens chose each expert; leave them
-    if the step is `skipped`, as the device says by 1 in a number."""
+    """Update the states of a layer in place after a step in which `load` tokens chose each expert, unless `skipped`."""
     mean = load.sum() / len(load)
     changes = {"choice": (load.sum() - load * len(load)).sign(), "load": torch.where(mean > 0, load / mean, 1.0)}
     for name, state in router_states.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from math import inf, isfinite, nan, sqrt
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,11 @@ from platform.config.ramps import find_sequence_length, list_remaining_lengths, 
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
-from platform.optimizer.optimizers import divides_gradients, reason_against_early_update
+from platform.optimizer.optimizers import (
+    divides_gradients,
+    reason_against_early_update,
+    reason_against_passes_ahead,
+)
 from platform.plan.chunks import Chunk
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
@@ -42,7 +47,23 @@ from platform.train.replies import CollectiveSpan, Differences, RankTimeline, Se
 from platform.train.stage_passes import PipelineOf, StagePasses, compute_loss_divisor
 
 TIMED = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")  # by the clock
+Verify = Callable[[], Differences]  # compares replicas, on all ranks together
 SECTIONS = (*TIMED, "other")  # which is the rank's time in a step outside of all these
+
+
+class Outcome(NamedTuple):
+    """Numbers of a training step, by which all ranks alike update or not. `limit`: the most that the loss may be."""
+
+    loss: float
+    norm: float
+    limit: float
+    differences: Differences = Differences()
+
+    @property
+    def skips(self) -> bool:
+        """Return True if the training step must change no weight."""
+        is_fine = isfinite(self.loss) and isfinite(self.norm) and self.loss <= self.limit
+        return bool(self.differences) or not is_fine
 
 
 class StepSums(NamedTuple):
@@ -54,12 +75,21 @@ class StepSums(NamedTuple):
     lending_layers: Sequence[str]
 
 
+class PassesAhead(NamedTuple):
+    """Passes of training step `step`, launched before its order came. `take` returns this rank's loss and the divisor
+    of the global sum, or raises what went wrong in them."""
+
+    step: int
+    take: Callable[[], tuple[Tensor, float]]
+
+
 class Trainer:
     """Executes the training steps of a plan on the rank of `communicator`, whose pipeline stage runs the schedule's
     `rows`.
 
     `fresh`: the weights get their initial values; if False they are undefined until they are restored.
-    `settle` is called in each step before its sums are read, and so before any rank updates its weights.
+    `settle` is called in each step before its sums are read, and so before any rank updates its weights; `note_update`
+    behind an update, where passes of the next step follow at once.
     `peak_live`: most forward passes of chunks whose activations were alive at once in the last step. `loss_scale`: that
     of the next step, None unless the plan computes in fp16. `aligned`: each step begins with a barrier, which this rank
     `left` last at that time, in nanoseconds since the epoch, after `aligning` seconds.
@@ -67,6 +97,8 @@ class Trainer:
 
     peak_live = left = 0
     aligning = 0.0
+    _ahead: PassesAhead | None = None  # of the next step
+    _counted_ahead: tuple[int, float] = (0, 0.0)  # a step, and the divisor of its loss
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
     _routed: Sequence[int] = ()  # tokens of experts on this rank in the last step, see `StepReport`
     _loads: Mapping[str, Tensor] = {}  # of the last step: layer -> tokens of all ranks that chose each expert
@@ -85,6 +117,7 @@ class Trainer:
         restored."""
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.settle: Callable[[], None] = lambda: None
+        self.note_update: Callable[[], None] = lambda: None
         self._compiles = config.train.compile == "on"  # the driver has settled auto
         self._rank = build_rank(config, plan, communicator, fresh=fresh, compiles=self._compiles)
         self.rows, self.stage, self.weights = rows, self._rank.stage, self._rank.weights
@@ -93,6 +126,7 @@ class Trainer:
         self._divides = divides_gradients(config.optimizer) and DTYPES[plan.precision][1] == torch.float32
         is_host = communicator.device.type == "cpu"  # which launches nothing
         self.updates_early = not is_host and not reason_against_early_update(config)
+        self.runs_ahead = self.updates_early and not reason_against_passes_ahead(config, plan)
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = SectionClock(communicator.device, detailed=self.aligned)
@@ -121,44 +155,40 @@ class Trainer:
         return self.passes.ops
 
     def step(
-        self, step: int, limit: float = inf, fault: Fault | None = None, verify: Callable[[], Differences] | None = None
+        self, step: int, limit: float = inf, fault: Fault | None = None, verify: Verify | None = None, then: int = 0
     ) -> StepReport:
         """Run training step `step` (from 1) and return this rank's report, which `ReportCombiner` aggregates.
 
         If the loss or gradient norm is not finite, or the loss is above `limit`, nothing is updated and the report's
         `skipped` is true, alike on all ranks, because both numbers are global; `overflowed` too where that is due to
         the loss scale, which then falls. `fault`: one to be injected in this rank. `verify` compares replicas before
-        the update, on all ranks: if it finds differences they are added to the report, and nothing is updated.
+        the update, on all ranks: if it finds differences they are added to the report, and nothing is updated. `then`:
+        the step whose passes are launched before this one's numbers are read, if its update was; 0: none.
         """
         plan, communicator, clock = self.plan, self.communicator, self.clock
-        communicator.moved.clear()
-        self._align_clocks()
-        self._poison = nan if fault and fault.kind == "nan" else 0.0
-        if fault and fault.kind == "flip":
-            self.weights.wait_for_gathers()
-            flip_bit(self.weights.stored_masters if plan.frees_weights else self.weights.compute)
-        clock.entered = arm_fault(fault) if fault and fault.kind not in ("nan", "flip") else None
-        passes = self.enter_step(step)
-        watched = ActivationWatch(passes.stage, communicator) if is_due(self.config.monitor.layers, step) else None
-        passes.ops.watched, passes.ops.routed = watched, {}
+        self._begin_step(step, fault)
         with clock.time_section("step"):
             lr = learning_rate(self.config.optimizer, step, self.config.train.steps)
             sums, share = self._reduce_gradients(step)
+            passes, watched = self.passes, self.ops.watched
             sizes = gradient_squares(self.stage, communicator, self.weights.gradients) if watched else {}
+            read_numbers = self._start_reading(sums, share)
             if early := self.updates_early and verify is None:
                 with clock.time_section("optimizer"):
                     self._update_unless_skipped(sums.shared, share, lr, limit)
-            with clock.time_section("reduce"):
-                loss, norm = self._read_loss_and_norm(sums, share)
-                differences = verify() if verify else Differences()
-            skipped = bool(differences) or not (isfinite(loss) and isfinite(norm) and loss <= limit)
-            with clock.time_section("optimizer") if not early else nullcontext():
-                if skipped:
-                    self.weights.drop_gradients()
-                elif not early:
-                    self._update_weights(norm, lr)
+            else:
+                outcome = self._update_after_reading(step, read_numbers, lr, limit, verify)
+        moved, read_clock = dict(communicator.moved), clock.end_reading()
+        if early:
+            if then:
+                self._launch_passes_ahead(then)
+            self._count_labels_ahead(then or step)
+            outcome = Outcome(*read_numbers(), limit)
+        loss, norm, _, differences = outcome
+        if skipped := outcome.skips:
+            self.weights.drop_gradients()
         scale, overflowed = self.loss_scale, not differences and self._update_loss_scale(loss, norm, skipped)
-        samples, reading = step_sample_range(self.config.train, step), clock.take_section_times()
+        samples, reading = step_sample_range(self.config.train, step), read_clock()
         return StepReport(
             step=step,
             loss=loss,
@@ -170,7 +200,7 @@ class Trainer:
             tokens=samples[1] * plan.sizes["length"],
             samples=samples,
             **_clock_times(reading),
-            comm_bytes=dict(communicator.moved),
+            comm_bytes=moved,
             peak_memory_bytes=read_peak_memory(communicator.device),
             world_size=plan.mesh.world_size,
             slow=[],
@@ -180,6 +210,70 @@ class Trainer:
             routed=list(self._routed),
             timeline=_build_timeline(reading) if self.clock.detailed else RankTimeline(),
         )
+
+    def _begin_step(self, step: int, fault: Fault | None) -> None:
+        """Begin training step `step`, with the passes that were launched ahead if they are its own, and inject a
+        `fault` into this rank."""
+        if self._ahead and self._ahead.step == step:
+            self.aligning = 0.0
+        else:
+            self.drop_passes_ahead()
+            self.communicator.moved.clear()
+            self._align_clocks()
+        self._poison = nan if fault and fault.kind == "nan" else 0.0
+        if fault and fault.kind == "flip":
+            self.weights.wait_for_gathers()
+            flip_bit(self.weights.stored_masters if self.plan.frees_weights else self.weights.compute)
+        self.clock.entered = arm_fault(fault) if fault and fault.kind not in ("nan", "flip") else None
+
+    def _update_after_reading(
+        self,
+        step: int,
+        read_numbers: Callable[[], tuple[float, float]],
+        lr: float,
+        limit: float,
+        verify: Verify | None,
+    ) -> Outcome:
+        """Read a training step's numbers, `verify` replicas, and update the weights if both allow it."""
+        self._count_labels_ahead(step)
+        with self.clock.time_section("reduce"):
+            numbers = read_numbers()
+            outcome = Outcome(*numbers, limit, verify() if verify else Differences())
+        if not outcome.skips:
+            with self.clock.time_section("optimizer"):
+                self._update_weights(outcome.norm, lr)
+        return outcome
+
+    def _launch_passes_ahead(self, step: int) -> None:
+        """Launch the passes of training step `step` before its order comes, at which what goes wrong is raised."""
+        self.note_update()
+        self.communicator.moved.clear()
+        try:
+            launched = self._run_forward_backward(step)
+            self._ahead = PassesAhead(step, lambda: launched)
+        except Exception as error:
+            self._ahead = PassesAhead(step, partial(_raise_error, error))
+
+    def drop_passes_ahead(self) -> None:
+        """Drop the results of passes that were launched ahead, if any, on all ranks: other work comes first."""
+        ahead, self._ahead = self._ahead, None
+        if ahead:
+            ahead.take()
+            self.weights.finish_reductions()
+            self.clock.take_section_times()
+
+    def _count_labels_ahead(self, step: int) -> None:
+        """Find the divisor of the loss of the training step after `step`, while the device works on this one's."""
+        with suppress(Exception):  # raised again at the step's turn
+            if step < self.config.train.steps:
+                with self.clock.time_section("data"):
+                    self._counted_ahead = step + 1, self._compute_divisor(step + 1)
+
+    def _compute_divisor(self, step: int) -> float:
+        """Return the divisor of the loss of a training step's global batch, perhaps found ahead. Raises ConfigError."""
+        if self._counted_ahead[0] != step:
+            return compute_loss_divisor(self.plan, self.corpus, *step_sample_range(self.config.train, step))
+        return self._counted_ahead[1]
 
     def _align_clocks(self) -> None:
         """Start this rank's clock of a training step, together with all others' if they are `aligned`."""
@@ -204,12 +298,13 @@ class Trainer:
         the whole gradient's 2-norm, both global and without the loss scale."""
         sums, share = self._reduce_gradients(step)
         with self.clock.time_section("reduce"):
-            return self._read_loss_and_norm(sums, share)
+            return self._start_reading(sums, share)()
 
     def _reduce_gradients(self, step: int) -> tuple[StepSums, float]:
         """Compute and reduce this rank's gradients of training step `step` into `weights.gradients`; return the step's
         sums over all ranks, which the device may not have yet, and the divisor of the loss."""
-        loss, share = self._run_forward_backward(step)
+        ahead, self._ahead = self._ahead, None
+        loss, share = ahead.take() if ahead else self._run_forward_backward(step)
         with self.clock.time_section("reduce"):
             reduced = self.weights.finish_reductions()
             sum_tied_gradients(self.stage, self.communicator, reduced)
@@ -218,16 +313,26 @@ class Trainer:
             self.settle()
             return self._sum_over_world(loss, squares + self._poison, counted=True), share
 
-    def _read_loss_and_norm(self, sums: StepSums, share: float) -> tuple[float, float]:
-        """Wait for the device; return the step's global loss, a sum divided by `share`, and the gradient's 2-norm."""
-        total, square, *routed = self._read_sums(sums)
-        self._routed = list(map(int, routed))
-        return total / share, sqrt(square) / self._loss_factor
+    def _start_reading(self, sums: StepSums, share: float) -> Callable[[], tuple[float, float]]:
+        """Start reading a step's sums; return a function that waits for them, not for later work, and returns the
+        step's global loss, a sum divided by `share`, and the gradient's 2-norm."""
+        read_sums, factor = self._start_reading_sums(sums), self._loss_factor
+
+        def read_numbers() -> tuple[float, float]:
+            """Return the step's loss and norm when the device has them."""
+            total, square, *routed = read_sums()
+            self._routed = list(map(int, routed))
+            return total / share, sqrt(square) / factor
+
+        return read_numbers
 
     def _run_forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global sum."""
-        share = compute_loss_divisor(self.plan, self.corpus, *step_sample_range(self.config.train, step))
+        share = self._compute_divisor(step)
         passes = self.enter_step(step)
+        is_watched = is_due(self.config.monitor.layers, step)
+        passes.ops.watched = ActivationWatch(passes.stage, self.communicator) if is_watched else None
+        passes.ops.routed = {}
         return self._run_passes(step, self._stage_actions(step), share, passes.build_pipeline), share
 
     def _stage_actions(self, step: int) -> Sequence[Action]:
@@ -321,13 +426,20 @@ class Trainer:
         lends = bool(loads and self.plan.scheme.lent)
         return StepSums(sums[: len(sums) if lends else 2], counts, list(loads) if lends else [])
 
-    def _read_sums(self, sums: StepSums) -> list[float]:
-        """Wait for the device; return a step's sums without the loads, by which experts are lent from now on."""
+    def _start_reading_sums(self, sums: StepSums) -> Callable[[], list[float]]:
+        """Start reading a step's sums; return a function that waits for them and returns them without the loads, by
+        which experts are lent from then on."""
         shared, counts, lending_layers = sums
-        totals = self.communicator.read_numbers(torch.cat([shared, *counts]) if counts else shared)
-        if lending_layers:
-            self.communicator.lent = lent_by_layer(lending_layers, totals[2 : len(shared)], self.plan.scheme)
-        return totals[:2] + totals[len(shared) :]
+        read = self.communicator.start_reading(torch.cat([shared, *counts]) if counts else shared)
+
+        def read_sums() -> list[float]:
+            """Return the step's sums when the device has them."""
+            totals = read()
+            if lending_layers:
+                self.communicator.lent = lent_by_layer(lending_layers, totals[2 : len(shared)], self.plan.scheme)
+            return totals[:2] + totals[len(shared) :]
+
+        return read_sums
 
     def _update_unless_skipped(self, sums: Tensor, share: float, lr: float, limit: float) -> None:
         """Launch the update before the host knows the step's `sums`; the device skips it as `step` says."""
@@ -363,15 +475,15 @@ class Trainer:
     def _divide_gradients(self, divisor: float | Tensor) -> None:
         """Divide the reduced gradients by a number, or let the optimizer do so as it reads them."""
         if self._divides:
-            is_tensor, device = isinstance(divisor, Tensor), self.communicator.device
-            scale = cast(Tensor, divisor).float() if is_tensor else torch.full((), divisor, device=device)
-            cast(Any, self.optimizer).grad_scale = scale
+            known = divisor if isinstance(divisor, Tensor) else torch.full((), divisor, device=self.communicator.device)
+            cast(Any, self.optimizer).grad_scale = known.float()
         elif gradients := [x for w in self.weights.updated_tensors.values() if (x := w.grad) is not None]:
             factor = 1 / divisor  # no gradients where a shard is padding alone
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
 
     def use_evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the weights to evaluate are in place: moving averages under eval.averaged."""
+        self.drop_passes_ahead()
         return self.weights.use_averages() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
@@ -390,8 +502,13 @@ class Trainer:
         for first in range(0, end, passes.batch):
             PROGRESS.note_call_progress(first, end)
             total += passes.evaluate_microbatch(self.rows.forward, split, first, end)
-        loss, _ = self._read_sums(self._sum_over_world(total, torch.zeros_like(total)))
+        loss, _ = self._start_reading_sums(self._sum_over_world(total, torch.zeros_like(total)))()
         return loss / max(1, self.corpus.predicted(split, 0, end))
+
+
+def _raise_error(error: Exception) -> NoReturn:
+    """Raise what went wrong in a training step's passes when it is their turn."""
+    raise error
 
 
 def _clock_times(reading: ClockReading) -> dict[str, Any]:

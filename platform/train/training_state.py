@@ -170,19 +170,23 @@ class RankTrainingState:
         return self._blocks
 
     def read_values(self) -> dict[str, Any]:
-        """Return the parts of the training state that are no tensors, as plain data, equal on all ranks: `optimizer`,
-        its numbers, such as its count of steps, none before the first update; `loss_scale`, if computed in fp16. {} on
-        a rank without parameters."""
+        """Return the parts of the training state that are no tensors, as plain data; see `start_reading_values`."""
+        return self.start_reading_values()()
+
+    def start_reading_values(self) -> Callable[[], dict[str, Any]]:
+        """Start reading the parts of the training state that are no tensors; return a function that waits for them, not
+        for later work, and returns them as plain data, equal on all ranks: `optimizer`, its numbers, such as its count
+        of steps, none before the first update; `loss_scale`, if computed in fp16. {} on a rank without parameters."""
         scale = self._trainer.loss_scale
         for name in self._trainer.weights.trainable_masters:
             weight_state = self._optimizer_state(name)
             kept_names = [name for name in self._numbers if name in weight_state]
             states = (torch.as_tensor(weight_state[name], dtype=torch.float64) for name in kept_names)
             tensors = [x.to(self._communicator.device, non_blocking=True) for x in states]
-            numbers = self._communicator.read_numbers(torch.stack(tensors)) if tensors else []
-            optimizer = dict(zip(kept_names, numbers, strict=True))
-            return {"optimizer": optimizer} | ({"loss_scale": asdict(scale)} if scale else {})
-        return {}
+            read = self._communicator.start_reading(torch.stack(tensors)) if tensors else list
+            more = {"loss_scale": asdict(scale)} if scale else {}
+            return lambda: {"optimizer": dict(zip(kept_names, read(), strict=True)), **more}
+        return dict
 
     def restore_checkpoint(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Restore this rank's training state from the checkpoint `directory` of any plan; all ranks call it together.

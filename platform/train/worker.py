@@ -7,12 +7,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
 import torch
 
@@ -77,6 +78,8 @@ class Worker(RecordingWorker):
         self.memories: dict[int, RankSnapshots] = {}  # by generation; older ones until the newest takes a step
         self.late = device == "cuda"  # a snapshot is copied beside the next step, and whole before that updates
         self._unheld: int | None = None  # the step whose state the next one is to copy
+        # the end of the last update, and what reads the state's numbers there, where later work is queued behind it
+        self._updated: tuple[torch.cuda.Event, Callable[[], dict[str, Any]]] | None = None
         self._planned: tuple[Config, list[int]] | None = None  # what `plan` has been made of
         torch.set_num_threads(threads)
         for kind in ("bf16", "fp16"):  # products add in fp32, also where cuBLAS splits them: sums over many tokens
@@ -139,7 +142,7 @@ class Worker(RecordingWorker):
         `fresh`: True gives the weights their initial values; False if another call restores them."""
         assert self.communicator
         c, lacking = self._settle_compilation()
-        self._unheld = None
+        self._unheld = self._updated = None
         data = open_run_corpus(c, entry=corpus)
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.decode_rows(rows), fresh)
         self.state = RankTrainingState(self.trainer)
@@ -189,7 +192,11 @@ class Worker(RecordingWorker):
         own_faults = [fault for fault in faults or () if fault.rank == self.rank]
         verify_interval = self.config.train.verify_every
         verify = partial(self._compare_replicas, step) if verify_interval and step % verify_interval == 0 else None
-        report = self.trainer.step(step, limit, next(iter(own_faults), None), verify)
+        if faults:
+            self.trainer.drop_passes_ahead()  # which would not meet them
+        report = self.trainer.step(
+            step, limit, next(iter(own_faults), None), verify, self._find_step_ahead(step, faults)
+        )
         self._move_timeline_into_profile(report)
         skips = report.overflowed or (self.config.train.on_spike == "skip" and not report.differences)
         done = skips or not report.skipped
@@ -209,6 +216,13 @@ class Worker(RecordingWorker):
         combined = self.combiner.combine_reports(report)
         self.communicator.confirm_uninterrupted()
         return combined
+
+    def _find_step_ahead(self, step: int, faults: list[Fault] | None) -> int:
+        """Return the step whose passes are launched behind step `step`'s update; 0 if other work comes between."""
+        assert self.trainer
+        every, last = self.config.eval.every, min(self.config.train.steps, self.config.train.stop_at or inf)
+        is_free = self.trainer.runs_ahead and not (self.trainer.aligned or faults or (every and step % every == 0))
+        return step + 1 if is_free and step < last else 0
 
     def lead(
         self, step: int, limit: float = inf, faults: list[Fault] | None = None
@@ -255,11 +269,19 @@ class Worker(RecordingWorker):
         and passed on to peers while the next step runs, whose update waits until `_finish_snapshot` has finished it. It
         overwrites the snapshot before the newest only now, when the driver knows that all ranks have the newest."""
         assert self.communicator and self.trainer and self.state
-        self.trainer.settle = self._finish_snapshot
+        self.trainer.settle, self.trainer.note_update = self._finish_snapshot, self._note_update
+        updated, self._updated = self._updated, None
         if self._unheld is not None:
             step, self._unheld = self._unheld, None
             memory, transfer = self.memories[self.generation], self.communicator.transfer
-            memory.begin_snapshot(step, self.state.live_blocks(), self.state.read_values, transfer)
+            after, values = updated or (None, self.state.read_values)
+            memory.begin_snapshot(step, self.state.live_blocks(), values, transfer, after)
+
+    def _note_update(self) -> None:
+        """Note the end of a training step's update, for a snapshot begun when passes are queued behind it."""
+        assert self.communicator and self.state
+        if self.late and self.config.elastic.snapshot_interval and self.communicator.device.type != "cpu":
+            self._updated = torch.cuda.current_stream().record_event(), self.state.start_reading_values()
 
     def _finish_snapshot(self) -> None:
         """Finish the in-memory snapshot begun before this training step, if any, before weights are updated."""

@@ -129,6 +129,7 @@ class RecordingWorker(UnseatedWorker):
         a barrier. Return why this rank cannot be profiled, "" if it can or need not."""
         assert self.trainer
         self._end_recording()
+        self.trainer.drop_passes_ahead()
         self.trainer.aligned = True
         try:
             with PROGRESS.mark_preparing("profile"):

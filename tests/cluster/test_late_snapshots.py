@@ -31,6 +31,15 @@ def test_who_is_lost_in_the_middle_of_a_transfer_takes_only_that_snapshot_along(
     assert (restored["source"], restored["step"]) == ("memory", STEP - 2)
 
 
+def test_who_is_killed_takes_the_passes_along_that_were_launched_ahead(tmp_path):
+    """The others hold passes of a step that was not ordered: they do it again, and are as if nothing had happened."""
+    events = drive(tmp_path, "KilledWorker")
+    [failure] = [event for event in events if event["event"] == "failure"]
+    assert (failure["number"], failure["kind"]) == (1, "died")
+    [restored] = [event for event in events if event["event"] == "restored"]
+    assert restored["source"] == "memory" and restored["step"] >= STEP - 2
+
+
 def test_nobody_is_blamed_for_a_transfer_that_takes_long(tmp_path):
     events = drive(tmp_path, "SlowWorker")
     assert not [event for event in events if event["event"] == "failure"]

@@ -18,6 +18,24 @@ class LateWorker(Worker):
         self.late, SharedMemory.open_address = True, staticmethod(lambda address: None)  # type: ignore[method-assign]
 
 
+class AheadWorker(LateWorker):
+    """Launches passes of the next step before it reads the numbers of a step, as on GPUs."""
+
+    def step(self, step, *more):
+        self.trainer.updates_early = self.trainer.runs_ahead = True
+        return super().step(step, *more)
+
+
+class KilledWorker(AheadWorker):
+    """Member 1 is killed when the order of step 4 comes, whose passes are there already."""
+
+    def step(self, step, *more):
+        if step == STEP and self.number == 1:
+            assert self.trainer._ahead.step == step
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(step, *more)
+
+
 class DyingWorker(LateWorker):
     """Member 1 is killed in step 4, when it has posted what it sends of step 3 and receives nothing."""
 

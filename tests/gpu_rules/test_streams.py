@@ -129,7 +129,7 @@ def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
         trainer,
         state,
     )
-    worker.generation, worker.late, worker._unheld, worker._profile = 0, True, None, None
+    worker.generation, worker.late, worker._unheld, worker._updated, worker._profile = 0, True, None, None, None
     worker.combiner = SimpleNamespace(combine_reports=lambda report: report)
     held = MemoryMap(state.held, ["one node", "another"], shared=False)
     worker.memories = {0: RankSnapshots(held, 0, {0: SharedMemory.create()}, pinned=True)}
@@ -231,6 +231,7 @@ IDLE = {
     "PipelineExecutor._send_activations: self._sending.popleft().wait()": f"{HELD}; it limits how much memory that is",
     "Communicator._send_rank: self.send(torch.full((1,), float(self.rank), device=self.device), stage).wait()": HELD,
     "SectionClock.note_launch: wait()": "a time of a timeline alone is taken behind it",
+    "HostBuffer.start_copy: stream.wait_event(after)": "the host has waited for that update, to read its step's times",
     "RankSnapshots.finish_snapshot: self._begun.copied()": "for the clock: the "
     "thread that is waited for next has waited for it",
 }
@@ -454,6 +455,7 @@ NEVER = "of the shipped schemes none moves the operands of panels"
 ELSEWHERE = {
     "checkpoint/snapshots.py: futures.wait([begun.passed_on], ABANDONED)": "a thread whose transfer failed",
     'runtime/communicator.py: self.launch("all_reduce", flag, axes).wait()': "reads a number at once",
+    "runtime/communicator.py: copied.synchronize()": "of numbers on CUDA alone, which the card reads at once",
     "runtime/communicator.py: handle.wait()": COMPILED,
     "runtime/chunked_loss.py: leaving.wait()": COMPILED,
     "runtime/chunked_loss.py: arriving.wait()": COMPILED,

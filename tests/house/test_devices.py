@@ -17,7 +17,8 @@ FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "rand
 # file:function -> why it may
 MAY_WAIT = {
     "runtime/communicator.py:read_numbers": "the one place in which a step waits for its device",
-    "runtime/clock.py:take_section_times": "reads events, after that",
+    "runtime/communicator.py:read_copy": "the same, for numbers alone that are on their way to the host",
+    "runtime/clock.py:_read_times": "reads events, after that",
     "runtime/host_memory.py:all_gather_texts": "host memory",
     "runtime/host_memory.py:broadcast_text": "host memory",
     "runtime/compilation.py:_explain_why_compiler_fails": "tries the compiler, before a generation forms",
@@ -37,6 +38,7 @@ MAY_WAIT = {
     "train/worker.py:leave": "a worker that leaves waits for its device",
 }
 MAY_MAKE = {
+    "runtime/communicator.py:start_reading": "host memory",
     "runtime/communicator.py:<module>": "the processor's vector mathematics, before threads exist",
     "runtime/host_memory.py:_bytes_tensor": "host memory",
     "runtime/host_memory.py:_connect_group": "host memory",
