@@ -148,7 +148,8 @@ def plan_answers(
     from platform.weights.model_folder import build_vocabulary_if_readable, check_tokenizer
 
     typed = parse_typed_values(arguments)
-    model = replace(trained.model, within_documents=False)  # of texts that are continued, and else what the data says
+    # of texts that are continued, and else what the data says; modules of multi-token prediction write none
+    model = replace(trained.model, within_documents=False, predict_ahead=0)
     stored = Config(model=model, data=data or replace(Data(), kind="synthetic"), seed=trained.seed)
     stored.train.init, stored.cluster.kind = trained.url, "inline"
     stored.elastic.snapshot_every = 0

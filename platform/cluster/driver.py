@@ -43,6 +43,7 @@ from platform.monitor.journal import LiveState
 from platform.monitor.sinks.sink_process import violations_of_sinks
 from platform.optimizer.learning_rate import warning_of_warmup
 from platform.plan.layout import format_count
+from platform.plan.model_types import AHEAD
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_summary
 from platform.plan.plan_summary import format_number, head_lines
@@ -284,7 +285,7 @@ def _open_corpus(
     with relay_log("platform.data", say):
         try:
             corpus = open_run_corpus(config, shared=shared)
-            lengths = {name: config.model.length for name in plan.reader_layouts}
+            lengths = {name: config.model.length for name in plan.reader_layouts if AHEAD not in name}
             if "source" in lengths:
                 lengths["source"] = config.model.source_length or config.model.length
             if fresh:

@@ -564,6 +564,12 @@ class Model:
     logit_cap: float = key(
         0.0, "soft cap of the logits y, cap * tanh(y / cap) in their place; 0 = none", ">= 0", most=1e6
     )
+    predict_ahead: int = key(
+        0, "modules of multi-token prediction (DeepSeek-V3), each of one token further; 0 = none", ">= 0", most=16
+    )
+    predict_ahead_weight: float = free_key(
+        0.1, "predict_ahead: factor of the mean loss of its modules, beside the model's own", ">= 0", most=1e6
+    )
     label_smoothing: float = free_key(0.0, "share of the target probability spread over the vocabulary", ">= 0 and < 1")
     settings: dict[str, Any] = declare_user_settings_key("model")
 

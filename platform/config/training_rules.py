@@ -12,6 +12,7 @@ from platform.boundary.schema import fits_type
 from platform.config.fields import (
     OBJECTIVES,
     PREFERENCE,
+    WEIGHTED,
     Config,
     Data,
     Model,
@@ -177,6 +178,28 @@ def _violations_of_position_buckets(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "model.distance", constraint, [m.buckets // 2 + 1])
 
 
+def _violations_of_multi_token_prediction(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each part of a model, and each way of training it, beside which it has no modules of
+    multi-token prediction."""
+    m, key, loss = config.model, "model.predict_ahead", training_loss_name(config)
+    if not m.predict_ahead:
+        return
+    if m.predict_ahead >= m.length:
+        yield violation_of_key(config, key, f"must be < model.length={m.length}, tokens further on", [m.length - 1])
+    objective = training_objective_name(config)
+    reasons = {
+        f"model.kind={m.kind} has no such modules": m.kind != "decoder",
+        f"not built yet beside model.positions={m.positions}": m.positions == "relative",
+        "not built yet beside model.head_transform=true": m.head_transform,
+        "not built yet beside model.head_bias=true": m.head_bias,
+        f"not built yet beside tune={config.tune.kind}": config.tune.kind != "none",
+        f"not built yet beside the loss {loss}": loss in (*PAIR_LOSSES, DISTILL),
+        f"not built yet beside data.objective={objective}": objective in WEIGHTED and loss not in PAIR_LOSSES,
+    }
+    for reason in (reason for reason, is_given in reasons.items() if is_given):
+        yield violation_of_key(config, key, reason, [0])
+
+
 def _violations_of_label_smoothing(config: Config) -> Iterator[str]:
     """Yield a refusal line if label smoothing is configured with a loss that says itself what a label costs."""
     smoothing, loss = config.model.label_smoothing, training_loss_name(config)
@@ -242,6 +265,7 @@ MODEL_RULES = (
     _violations_of_head_transform,
     _violations_of_position_buckets,
     _violations_of_label_smoothing,
+    _violations_of_multi_token_prediction,
     _violations_of_experts,
     _violations_of_router_groups,
 )

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.data.mixture import hash_integers
+from platform.plan.model_types import label_tensor, token_tensor
 
 PADDING = -1
 _WINDOW = 1 << 22  # tokens that are looked at once
@@ -250,6 +251,19 @@ def cut_samples(samples: Mapping[str, Ints], pieces: int) -> dict[str, Ints]:
     if "segments" in sequences:
         sequences["segments"] = sequences["segments"] - sequences["segments"][:, :1]
     return sequences
+
+
+def read_ahead(sequences: Mapping[str, Ints], depth: int, within_documents: bool) -> dict[str, Ints]:
+    """Return tokens and labels of sequences 1 to `depth` further on, by name, -1 where there are none in the sequence
+    or, `within_documents`, in a token's own document."""
+    shifted, length = dict[str, Ints](), sequences["tokens"].shape[1]
+    begins = sequences["begins"] if within_documents else np.zeros_like(sequences["tokens"])
+    for k in range(1, depth + 1):
+        in_document = begins[:, k:] <= np.arange(length - k)
+        for name, of_depth in (("tokens", token_tensor(k)), ("labels", label_tensor(k))):
+            there = np.where(in_document, sequences[name][:, k:], PADDING)
+            shifted[of_depth] = np.pad(there, ((0, 0), (0, k)), constant_values=PADDING)
+    return shifted
 
 
 def read_sequence_batch(corpus: Any, split: str, start: int, end: int, pieces: int) -> dict[str, Any]:

@@ -3,7 +3,8 @@ written in named dims against `Ops`; no rank, layout or collective is named here
 
 Losses that users register by name are kept here too, and tried on a few labels before a run.
 
-Its files in reading order: layers, attention, delta_net, feed_forward, transformer, branches, losses, tuning.
+Its files in reading order: layers, attention, delta_net, feed_forward, multi_token, transformer, branches, losses,
+tuning.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -260,21 +260,29 @@ class Stack(Layer):
     post-norm stack lacks because every layer ends with a norm. `units`: the names of the blocks."""
 
     def __init__(
-        self, prefix: str, c: ModelConfig, shapes: StackSpecs, *, causal: bool, memory: StackSpecs | None = None
+        self,
+        prefix: str,
+        c: ModelConfig,
+        shapes: StackSpecs,
+        *,
+        causal: bool,
+        memory: StackSpecs | None = None,
+        only: int | None = None,
     ):
         """Construct the c.layers Transformer blocks of a stack, whose weights' names start with `prefix`. `shapes`:
         the Specs of its activations; `causal`: True if a token sees only earlier ones; `memory`: the Specs of the
-        encoder's stack that the blocks attend to, None for a stack without cross-attention."""
+        encoder's stack that the blocks attend to, or None; `only`: the number of its one block, which has the norm."""
         self.config, self.shapes, self.causal = c, shapes, causal
         table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
         self.relative = table if c.positions == "relative" else None
-        names = [f"{prefix}layers.{i}" for i in range(c.layers)]
+        names = {f"{prefix}layers.{i}": i for i in (range(c.layers) if only is None else [only])}
         more: dict[str, Any] = {"causal": causal, "memory": memory}
         self.blocks = {
-            n: TransformerBlock(n, rotate_layer(c, i), shapes, **more, **layer_kind(c, i)) for i, n in enumerate(names)
+            n: TransformerBlock(n, rotate_layer(c, i), shapes, **more, **layer_kind(c, i)) for n, i in names.items()
         }
         self.units = tuple(names)
-        self.norm = None if c.post_norm else Norm.build_model_norm(f"{prefix}norm", c)
+        norm = f"{prefix}norm" if only is None else f"{self.units[0]}.norm"
+        self.norm = None if c.post_norm else Norm.build_model_norm(norm, c)
 
     def __call__(
         self,
@@ -337,7 +345,8 @@ def _add_optional(ops: Ops, one: Any, other: Any) -> Any:
 
 def has_experts(c: ModelConfig, layer: int) -> bool:
     """Return True if Transformer layer number `layer` has experts, by experts_every and dense_layers of its model."""
-    return c.experts > 0 and (layer + 1) % c.experts_every == 0 and layer not in c.dense_layers
+    is_dense = layer in c.dense_layers and layer < c.layers  # behind the last, no number of theirs counts
+    return c.experts > 0 and (layer + 1) % c.experts_every == 0 and not is_dense
 
 
 def layer_kind(c: ModelConfig, layer: int) -> dict[str, Any]:

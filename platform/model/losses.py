@@ -74,11 +74,13 @@ def _log_sigmoid(x: Tensor) -> Tensor:
     return F.logsigmoid(x)
 
 
-def loss_measures(config: Config) -> dict[str, PairLoss | Distillation]:
+def loss_measures(config: Config) -> dict[str, PairLoss | Distillation | int]:
     """Return what a validation measures, by name, beside the loss that a model is trained with. Of pairs of answers:
     the `margin` between the rewards of both, and the `accuracy`, 1 where the chosen answer's reward is larger; of a
-    model with a teacher the `divergence` of both."""
+    model with a teacher the `divergence` of both; the loss of each depth of multi-token prediction."""
     name = training_loss_name(config)
+    if depths := config.model.predict_ahead:
+        return {f"loss_ahead_{depth}": depth for depth in range(1, depths + 1)}
     if settings := distill_settings(config):
         return {"distill/divergence": _build_distillation(settings, 0.0, 1.0, measures=True)}
     if name not in PAIR_LOSSES:

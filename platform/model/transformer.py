@@ -17,6 +17,7 @@ from platform.config.fields import Model as ModelConfig
 from platform.model.attention import Stack
 from platform.model.feed_forward import ACTIVATIONS
 from platform.model.layers import STD, Activations, Layer, Norm, StackSpecs, dim_sizes, slots_per_expert
+from platform.model.multi_token import PredictionModule
 from platform.plan.model_types import Parameter, Spec
 from platform.plan.operations.registry import Ops
 
@@ -81,21 +82,30 @@ class Head(Layer):
         self.table = embedding if c.tied else Parameter("head", ("vocab", "d_model"), "in", std=STD, decay=True)
         self.bias = Parameter("head_bias", ("vocab",), "in", "zeros") if c.head_bias else None
 
-    def __call__(self, ops: Ops, x: Any, labels: Any, auxiliary: Any = None) -> Activations:
+    def __call__(
+        self, ops: Ops, x: Any, labels: Any, auxiliary: Any = None, ahead: Sequence[tuple[Any, Any]] = ()
+    ) -> Activations:
         """Run a Transformer's head on its last stream x [length, batch, d_model]: return {"loss": cross-entropy summed
         over this rank's tokens} against the data tensor `labels`, or {"logits": [length, batch, vocab]} if `labels` is
-        None, as when text is sampled. `auxiliary`: further losses of the tokens [length, batch], None for none."""
-        x = self.transform(ops, x) if self.transform else x
-        if self.config.logit_scale != 1:
-            x = ops.scale(x, self.spec, self.config.logit_scale)
+        None, as when text is sampled. `auxiliary`: further losses of the tokens [length, batch], None for none;
+        `ahead`: streams of multi-token prediction with their labels, whose losses are added."""
+        x = self.prepare_stream(ops, x)
         if labels is None:
             return {"logits": self.compute_logits(ops, x)}
         loss = self.compute_loss(ops, x, labels)
+        for depth, (stream, labels_ahead) in enumerate(ahead, 1):
+            more = self.compute_loss(ops, self.prepare_stream(ops, stream), labels_ahead, f"loss_ahead_{depth}")
+            loss = ops.add_loss_ahead(loss, more, depth)
         if auxiliary is not None:
             spec = replace(self.spec, dims=OF_TOKENS.dims)
             auxiliary = ops.relayout("auxiliary", auxiliary, spec, OF_TOKENS)
             loss = ops.token_loss("auxiliary", loss, auxiliary, OF_TOKENS, labels)
         return {"loss": loss}
+
+    def prepare_stream(self, ops: Ops, x: Any) -> Any:
+        """Return what the head multiplies with its table: the stream x, transformed and scaled as the model says."""
+        x = self.transform(ops, x) if self.transform else x
+        return ops.scale(x, self.spec, self.config.logit_scale) if self.config.logit_scale != 1 else x
 
     def compute_logits(self, ops: Ops, x: Any) -> Any:
         """Return the logits [length, batch, vocab] of the Transformer's last stream x [length, batch, d_model]."""
@@ -104,10 +114,10 @@ class Head(Layer):
             y = ops.scale(ops.pointwise("tanh", ops.scale(y, LOGITS, 1 / cap)), LOGITS, cap)
         return y
 
-    def compute_loss(self, ops: Ops, x: Any, labels: Any) -> Any:
-        """Return the summed loss of the Transformer's last stream x against the data tensor `labels`."""
+    def compute_loss(self, ops: Ops, x: Any, labels: Any, name: str = "") -> Any:
+        """Return the summed loss of a Transformer's stream x against the data tensor `labels`."""
         more = labels, self.config.label_smoothing, self.bias, self.config.logit_cap
-        return ops.linear_cross_entropy("loss", x, self.spec, self.table, LOGITS, *more)
+        return ops.linear_cross_entropy(name or "loss", x, self.spec, self.table, LOGITS, *more, product=name)
 
 
 class HeadTransform(Layer):
@@ -174,7 +184,7 @@ class Transformer(Layer):
 class SingleStack(Transformer):
     """Base of Transformers with one stack of blocks, `causal` or reading in both directions except for padding. Beside
     tokens and labels it may read `begins`, where the document of each token begins, `positions`, how far from there the
-    token is, and `segments`."""
+    token is, `segments`, and tokens and labels further on, of its modules of multi-token prediction."""
 
     causal: bool
 
@@ -182,12 +192,13 @@ class SingleStack(Transformer):
         """Construct the embedding, the stack of blocks and the head of a Transformer from its configuration `c`."""
         super().__init__(c)
         more = {"begins": c.within_documents, "positions": has_restarting_positions(c), "segments": bool(c.segments)}
-        self.inputs = (*Transformer.inputs, *(name for name, read in more.items() if read))
-        shapes = StackSpecs()
+        shapes, read = StackSpecs(), [name for name, is_read in more.items() if is_read]
         self.embedding = Embedding("", c, shapes, self.table)
         self.stack = Stack("", c, shapes, causal=self.causal)
+        self.ahead = [PredictionModule(depth, c, shapes, self.table) for depth in range(1, c.predict_ahead + 1)]
+        self.inputs = (*Transformer.inputs, *read, *(name for m in self.ahead for name in (m.tokens, m.labels)))
         self.head = Head(c, shapes, self.table)
-        self.units = ("embedding", *self.stack.units, "head")
+        self.units = ("embedding", *self.stack.units, *(module.name for module in self.ahead), "head")
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
         beside = inputs.get("segments"), inputs.get("positions")
@@ -196,9 +207,15 @@ class SingleStack(Transformer):
         mask = None if self.causal else tokens
         more: dict[str, Any] = {"mask": mask, "begins": begins, "tokens": tokens, "auxiliary": flow.get("auxiliary")}
         x, auxiliary = self.stack(ops, x, units, **more)
+        streams = {"stream": x, **{m.name: flow[m.name] for m in self.ahead if m.name in flow}}
+        for module in (m for m in self.ahead if m.name in units):
+            *_, before = streams.values()
+            more = {"begins": begins, "auxiliary": auxiliary}
+            streams[module.name], auxiliary = module(ops, before, inputs[module.tokens], **more)
         if "head" in units:
-            return self.head(ops, x, inputs.get("labels"), auxiliary)
-        return {"stream": x} if auxiliary is None else {"stream": x, "auxiliary": auxiliary}
+            ahead = [(streams[m.name], inputs[m.labels]) for m in self.ahead if m.name in streams]
+            return self.head(ops, x, inputs.get("labels"), auxiliary, ahead)
+        return streams if auxiliary is None else {**streams, "auxiliary": auxiliary}
 
 
 class Decoder(SingleStack):

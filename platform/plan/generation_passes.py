@@ -173,11 +173,13 @@ def _plan_all_stages(plan: Plan, model: RecordableModel, shape: PassShape) -> Pl
         fields |= {"parameters": parameters, "chunks": chunks, "mlp_chunks": 1, "warnings": ()}
         return replace(plan, recompute=NO_RECOMPUTATION, **fields)
 
-    # only a pass that reads a source runs the units of an encoder
-    left_out = [u for c in plan.chunks for u in c.units if u == HEAD or (u.startswith("encoder.") and not shape.reads)]
-    missing = {} if left_out == [HEAD] else {"memory": None}
-    parts = [(c.number, c.stage, tuple(u for u in c.units if u not in left_out)) for c in plan.chunks]
-    parts = [part for part in parts if part[2] or part[0] == last.number]  # the head follows the last
+    # only a pass that reads a source runs the units of an encoder, and none what the model has for its training alone
+    encoder = [u for c in plan.chunks for u in c.units if u.startswith("encoder.") and not shape.reads]
+    run = [u for u in getattr(model, "units", ()) if u != HEAD and u not in encoder]
+    missing = {"memory": None} if encoder else {}
+    parts = [(c.number, c.stage, tuple(u for u in c.units if u in run)) for c in plan.chunks]
+    first = next((number for number, _, units in parts if units), last.number)
+    parts = [part for part in parts if part[0] >= first]  # streams pass through, and the head follows the last
     flow: dict[str, Any] = dict(missing)
     body = plan_chunks(shape.tokens, parts, flow, shape.shared and shape.tokens % ranks == 0)
     spec = replace(flow["stream"].spec, sizes=())

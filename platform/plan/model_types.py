@@ -325,6 +325,17 @@ PAIRED = (
 REFERENCES = "references"  # of fp64 numbers: over an answer's labels they add up to its reference log-probability
 DISTILL = "distill"  # the loss of labels of which a teacher's likeliest classes are known
 TEACHER = "teacher"  # data tensor: number of the record of these classes at a label, which a rank's block holds instead
+AHEAD = "_ahead_"  # in the names of data tensors that are made of others, of multi-token prediction
+
+
+def token_tensor(depth: int) -> str:
+    """Name the data tensor of the tokens `depth` further on in each token's document, -1 for none."""
+    return f"tokens{AHEAD}{depth}"
+
+
+def label_tensor(depth: int) -> str:
+    """Name the data tensor of the labels `depth` further on in each token's document, -1 for none."""
+    return f"labels{AHEAD}{depth}"
 
 
 @dataclass(frozen=True)

@@ -458,6 +458,11 @@ class Plan:
         return dict(layouts)
 
     @cached_property
+    def depths_ahead(self) -> int:
+        """Return the number of losses of multi-token prediction beside the loss of the model's own head."""
+        return len({o.operation.name for (kind, _), o in self.operations.items() if OPERATIONS[kind].is_loss}) - 1
+
+    @cached_property
     def loss_layout(self) -> Layout:
         """Return the layout of the loss: ranks along its axes have losses of different tokens, which add up."""
         return next(o.tokens for (kind, _), o in self.operations.items() if OPERATIONS[kind].is_loss)

@@ -90,7 +90,8 @@ def count_factors_of_rank(plan: Plan, at: Mapping[str, int]) -> int:
     return sum(sum(matrix_sides(plan, p)) for p, start, stop in ranges if start < stop)
 
 
-# fp64 numbers summed over the world once a step: loss and squared gradient norm, besides the loads of balanced experts
+# fp64 numbers summed over the world once a step: loss and squared gradient norm, besides losses of multi-token
+# prediction and the loads of balanced experts
 WORLD_SUMS = 2
 
 
@@ -141,7 +142,7 @@ def _collectives_between_chunks(plan: Plan) -> Iterator[tuple[str, Collective, i
                 yield f"tied {name}", c, 1, stages
     if world := plan.mesh.order_axes(plan.mesh.axes):
         loads = len(plan.load_dependent_routes) * plan.sizes.get("experts", 0)
-        c = Collective("all_reduce", world, WORLD_SUMS + loads, "metrics", "reduce")
+        c = Collective("all_reduce", world, WORLD_SUMS + plan.depths_ahead + loads, "metrics", "reduce")
         yield "loss and norm", c, 1, tuple(range(plan.num_stages))
 
 

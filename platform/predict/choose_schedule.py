@@ -195,7 +195,8 @@ def build_generation_model(config: Config, source: int = 0) -> Any:
     c = config.model
     capacity = c.capacity_factor and float(c.experts)  # a slot for every token of a source
     length = source or c.source_length or c.length
-    model = build_model(replace(c, within_documents=True, source_length=length, capacity_factor=capacity))
+    c = replace(c, within_documents=True, source_length=length, capacity_factor=capacity, predict_ahead=0)
+    model = build_model(c)
     if HEAD in getattr(model, "units", ()) and getattr(model, "causal", True):
         return model
     raise ConfigError("model.kind", c.kind, "generates no text", ["decoder", "encoder_decoder"])

@@ -79,7 +79,7 @@ class ContenderGrid:
     def search_circumstances(self) -> Circumstances:
         """Return what all contenders share."""
         c = self.space.config
-        costs = tuple((cost, name[-1].isdigit()) for name, (cost, _) in self._measured_units.items())
+        costs = tuple((cost, self._number_of_layer(name) >= 0) for name, (cost, _) in self._measured_units.items())
         return Circumstances(
             self.hardware, c.precision, c.model.layers, costs or ((1.0, False),), c.train.global_batch,
             count_stored_numbers(c) - (c.optimizer.masters == "split") / 2, c.parallel.overlap,
@@ -97,13 +97,18 @@ class ContenderGrid:
         costs = measure_units(model, partial(Recorder, scheme, sizes=sizes), sizes)
         return dict(zip(getattr(model, "units", ()), costs, strict=True))
 
+    def _number_of_layer(self, unit: str) -> int:
+        """Return the number of the layer that a unit of the searched model is; -1 for what lies around its layers."""
+        number = unit.rpartition(".")[2]
+        return int(number) if number.isdigit() and int(number) < self.space.config.model.layers else -1
+
     @cached_property
     def _alike_layers(self) -> Mapping[int, int]:
         """Return how many of the layers behind the first one are as the first of them that they are alike."""
         kinds: dict[int, list[tuple]] = {}
         for name, (_, key) in self._measured_units.items():
-            if (number := name.rpartition(".")[2]).isdigit():
-                kinds.setdefault(int(number), []).append(key)
+            if (number := self._number_of_layer(name)) >= 0:
+                kinds.setdefault(number, []).append(key)
         first: dict[frozenset, int] = {}
         layers = [frozenset(key for keys in kinds[number] for key in keys) for number in sorted(kinds)]
         numbers = [first.setdefault(keys, number) for number, keys in enumerate(layers[1:-1], 1)]

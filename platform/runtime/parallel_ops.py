@@ -54,6 +54,7 @@ class PassPosition:
     step: int = 0
     first_sequence: int = 0  # index in the global batch of the first sequence of this microbatch (of all replicas)
     training: bool = True
+    ahead: Sequence[float] = ()  # factors of the losses of multi-token prediction, by depth from 1; (): all 1
     inputs: Mapping[str, Mapping[tuple[str, str], Tensor]] = field(default_factory=dict)
     tensors: dict[tuple, Tensor] = field(default_factory=dict)
 
@@ -105,6 +106,8 @@ class ParallelOps(Ops):
         self.offset = 0  # of the pass: tokens of its sequences that passes before have read (generation)
         # what a plan may name in its place
         self.losses: Mapping[str, TokenLoss | PairLoss | Distillation | None] = {CROSS_ENTROPY: None}
+        self.losses_ahead: dict[int, Tensor] = {}  # by depth of multi-token prediction, sums of training passes
+        self.measured_depth = 0  # whose loss evaluations measure; 0: the model's own
         self.residency: ParameterResidency | None = None  # of parameters that are gathered for each block
         self.ahead = ParameterPrefetcher(plan, self._start_conversion, ahead)
         self.watched: ActivationWatch | None = None  # sums up the activations of training steps that are followed
@@ -433,19 +436,24 @@ class ParallelOps(Ops):
 
 
 def initialise(plan: Plan, communicator: Communicator, p: Parameter, seed: int | None, out: Tensor) -> None:
-    """Fill this rank's block of the parameter `p`, the tensor `out`, with its initial values (normal, uniform, zeros or
-    ones). They depend on seed, parameter name and global element alone, so that the model is the same under every plan.
-    `seed` None leaves `out` as it is, to be restored from a checkpoint."""
-    if seed is None:
-        return
-    with torch.no_grad():
-        if draw := residual.DRAWS.get(p.init):
-            where, shape = plan.locate_block(p, communicator.coordinates), plan.global_shape(p)
-            if p.turned:  # the same initial weights as ever
-                out, where, shape = out.movedim(-1, 0), [*where[-1:], *where[:-1]], shape[-1:] + shape[:-1]
-            residual.fill_normal_(out, residual.derive_key(seed, "init", p.name), p.std, where, shape, draw)
-        else:
-            out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])
+    """Fill this rank's block of a parameter, `out`, by `draw_initial_block`; seed None leaves it to be restored."""
+    if seed is not None:
+        draw_initial_block(p, plan.global_shape(p), plan.locate_block(p, communicator.coordinates), seed, out)
+
+
+@torch.no_grad()
+def draw_initial_block(
+    p: Parameter, shape: Sequence[int], where: Sequence[tuple[int, int]], seed: int, out: Tensor
+) -> None:
+    """Fill `out`, the block of the parameter `p` of a global `shape` at `where`, (offset, extent) per dim, with its
+    initial values (normal, uniform, zeros or ones). They depend on seed, parameter name and global element alone, so
+    that the model is the same under every plan."""
+    if draw := residual.DRAWS.get(p.init):
+        if p.turned:  # the same initial weights as ever
+            out, where, shape = out.movedim(-1, 0), [*where[-1:], *where[:-1]], (*shape[-1:], *shape[:-1])
+        residual.fill_normal_(out, residual.derive_key(seed, "init", p.name), p.std, where, shape, draw)
+    else:
+        out.fill_({"zeros": 0.0, "ones": 1.0}[p.init])
 
 
 Sums = dict[str, Any]  # name of a layer -> sum of squares that this rank counts, an fp64 scalar

@@ -260,9 +260,9 @@ class StepReport:
     (`platform.plan.plan_summary`) on the stage that computes longest; `comm_bytes`: bytes by collective.
     `layer_gradients`, `layer_activations`: sizes by layer, where monitor.layers asks for them: a rank's own sums of
     squares; combined, the norm of the gradient, and the root mean square of the layer's output.
-    `routed`: tokens that chose each expert, in
-    all layers, and then tokens that each took; [] without experts. `gauges`: a rank's own, by GAUGES; `workers`:
-    combined, the ranges of gauges and of bandwidths by tier, "bandwidth/TIER".
+    `routed`: tokens that chose each expert, in all layers, and then tokens that each took; [] without experts.
+    `losses_ahead`: means by depth of multi-token prediction. `gauges`: a rank's own, by GAUGES; `workers`: combined,
+    the ranges of gauges and of bandwidths by tier, "bandwidth/TIER".
     """
 
     step: Count
@@ -285,6 +285,7 @@ class StepReport:
     layer_gradients: dict[str, Real] = field(default_factory=dict)
     layer_activations: dict[str, Real] = field(default_factory=dict)
     routed: list[Count] = field(default_factory=list)
+    losses_ahead: list[Real] = field(default_factory=list)
     waits: dict[str, Real] = field(default_factory=dict)
     parts: dict[str, Real] = field(default_factory=dict)
     gauges: dict[str, Real] = field(default_factory=dict)

@@ -14,12 +14,12 @@ from torch import Tensor
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.data.corpus import Corpus
-from platform.data.streams import read_sequence_batch
+from platform.data.streams import read_ahead, read_sequence_batch
 from platform.data.teacher_classes import TeacherClasses
 from platform.model.layers import Activations
 from platform.plan.chunks import Chunk
 from platform.plan.layout import Layout, locate_block
-from platform.plan.model_types import LABEL_WEIGHTS, PAIRED, TEACHER
+from platform.plan.model_types import LABEL_WEIGHTS, PAIRED, TEACHER, label_tensor
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action
 from platform.runtime.attention_pairs import note_host_copy
@@ -163,7 +163,7 @@ class StagePasses:
             stop = first + j if end is None else min(first + j, end)
             start = min(first + i, stop - 1)
             missing = first + j - stop if first + i < stop else j - i
-            sequences = read_sequence_batch(self.corpus, split, start, stop, self.pieces)
+            sequences = self._read_sequences(split, start, stop)
             if not missing:
                 return sequences
             real_rows = {name: rows[: j - i - missing] for name, rows in sequences.items()}
@@ -172,6 +172,22 @@ class StagePasses:
         stage_plan = self._parts[chunk.number] if chunk else self.stage
         rows = {(i, j): read_sequences(i, j) for i, j in stretches(stage_plan, self.communicator)}
         return place(stage_plan, self.communicator, rows, self.corpus.teacher)
+
+    def _read_sequences(self, split: str, start: int, stop: int) -> dict[str, Any]:
+        """Read sequences [start, stop) from the corpus, by data tensor, with what multi-token prediction reads."""
+        sequences = read_sequence_batch(self.corpus, split, start, stop, self.pieces)
+        if not (depth := self.config.model.predict_ahead):
+            return sequences
+        return {**sequences, **read_ahead(sequences, depth, self.config.model.within_documents)}
+
+    def count_labels_ahead(self, split: str, first: int, end: int) -> list[int]:
+        """Count the labels of samples [first, end) of the data's `split` by depth of multi-token prediction."""
+        counts, depths = [0] * self.config.model.predict_ahead, range(1, self.config.model.predict_ahead + 1)
+        first, end = first * self.pieces, end * self.pieces
+        for start in range(first, end if counts else first, self.batch):
+            sequences = self._read_sequences(split, start, min(start + self.batch, end))
+            counts = [n + int((sequences[label_tensor(k)] >= 0).sum()) for n, k in zip(counts, depths, strict=True)]
+        return counts
 
     @torch.no_grad()
     def evaluate_microbatch(

@@ -68,11 +68,13 @@ class Outcome(NamedTuple):
 
 class StepSums(NamedTuple):
     """Sums of a step over all ranks, which the device may not have computed yet. `shared`: loss and squared gradient
-    norm, then loads of the `lending_layers`; `counts`: this rank's counts of experts' tokens."""
+    norm, then by depth losses of multi-token prediction of so many `labels`, and loads of the `lending_layers`;
+    `counts`: this rank's counts of experts' tokens."""
 
     shared: Tensor
     counts: Sequence[Tensor]
     lending_layers: Sequence[str]
+    labels: Sequence[int]
 
 
 class PassesAhead(NamedTuple):
@@ -98,9 +100,10 @@ class Trainer:
     peak_live = left = 0
     aligning = 0.0
     _ahead: PassesAhead | None = None  # of the next step
-    _counted_ahead: tuple[int, float] = (0, 0.0)  # a step, and the divisor of its loss
+    _divisor_ahead: tuple[int, float] = (0, 0.0)  # a step, and the divisor of its loss
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
     _routed: Sequence[int] = ()  # tokens of experts on this rank in the last step, see `StepReport`
+    _losses_ahead: Sequence[float] = ()  # of the last step, means by depth of multi-token prediction
     _loads: Mapping[str, Tensor] = {}  # of the last step: layer -> tokens of all ranks that chose each expert
 
     def __init__(
@@ -131,6 +134,8 @@ class Trainer:
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = SectionClock(communicator.device, detailed=self.aligned)
         self._of_lengths: dict[int, StagePasses] = {}
+        self._labels_ahead = [1] * config.model.predict_ahead  # of the current step, by depth
+        self._factors_ahead = [1.0] * config.model.predict_ahead  # of their losses' sums
         self.passes = self.passes_of_length(config.model.length)  # of the current step
 
     def passes_of_length(self, length: int) -> StagePasses:
@@ -182,7 +187,7 @@ class Trainer:
         if early:
             if then:
                 self._launch_passes_ahead(then)
-            self._count_labels_ahead(then or step)
+            self._find_divisor_ahead(then or step)
             outcome = Outcome(*read_numbers(), limit)
         loss, norm, _, differences = outcome
         if skipped := outcome.skips:
@@ -208,6 +213,7 @@ class Trainer:
             layer_gradients={name: float(x) / (scale.scale**2 if scale else 1) for name, x in sizes.items()},
             layer_activations={n: float(x) / passes.pieces for n, x in watched.sums.items()} if watched else {},
             routed=list(self._routed),
+            losses_ahead=list(self._losses_ahead),
             timeline=_build_timeline(reading) if self.clock.detailed else RankTimeline(),
         )
 
@@ -235,7 +241,7 @@ class Trainer:
         verify: Verify | None,
     ) -> Outcome:
         """Read a training step's numbers, `verify` replicas, and update the weights if both allow it."""
-        self._count_labels_ahead(step)
+        self._find_divisor_ahead(step)
         with self.clock.time_section("reduce"):
             numbers = read_numbers()
             outcome = Outcome(*numbers, limit, verify() if verify else Differences())
@@ -262,18 +268,18 @@ class Trainer:
             self.weights.finish_reductions()
             self.clock.take_section_times()
 
-    def _count_labels_ahead(self, step: int) -> None:
+    def _find_divisor_ahead(self, step: int) -> None:
         """Find the divisor of the loss of the training step after `step`, while the device works on this one's."""
         with suppress(Exception):  # raised again at the step's turn
             if step < self.config.train.steps:
                 with self.clock.time_section("data"):
-                    self._counted_ahead = step + 1, self._compute_divisor(step + 1)
+                    self._divisor_ahead = step + 1, self._compute_divisor(step + 1)
 
     def _compute_divisor(self, step: int) -> float:
         """Return the divisor of the loss of a training step's global batch, perhaps found ahead. Raises ConfigError."""
-        if self._counted_ahead[0] != step:
+        if self._divisor_ahead[0] != step:
             return compute_loss_divisor(self.plan, self.corpus, *step_sample_range(self.config.train, step))
-        return self._counted_ahead[1]
+        return self._divisor_ahead[1]
 
     def _align_clocks(self) -> None:
         """Start this rank's clock of a training step, together with all others' if they are `aligned`."""
@@ -328,11 +334,16 @@ class Trainer:
 
     def _run_forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global sum."""
+        samples, model = step_sample_range(self.config.train, step), self.config.model
         share = self._compute_divisor(step)
         passes = self.enter_step(step)
         is_watched = is_due(self.config.monitor.layers, step)
         passes.ops.watched = ActivationWatch(passes.stage, self.communicator) if is_watched else None
         passes.ops.routed = {}
+        with self.clock.time_section("data"):
+            self._labels_ahead = passes.count_labels_ahead("train", *samples)
+        weight = model.predict_ahead_weight / max(1, model.predict_ahead)
+        self._factors_ahead = [weight * share / max(1, n) for n in self._labels_ahead]  # each loss is a mean
         return self._run_passes(step, self._stage_actions(step), share, passes.build_pipeline), share
 
     def _stage_actions(self, step: int) -> Sequence[Action]:
@@ -350,11 +361,12 @@ class Trainer:
         total, batch = torch.zeros((), dtype=torch.float64, device=self.communicator.device), passes.batch
         is_unsplit = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if is_unsplit and a.kind is Kind.BACKWARD}
+        ops.losses_ahead = {}
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             """Run a model chunk's forward pass on microbatch `m` of the training step, adding up the loss, and return
             its output."""
-            ops.position = PassPosition(self.config.seed, step, m * batch)
+            ops.position = PassPosition(self.config.seed, step, m * batch, ahead=self._factors_ahead)
             ops.deferred = deferred
             if ops.watched:
                 ops.watched.sequences = max(0, end - first - m * batch)
@@ -414,29 +426,36 @@ class Trainer:
         """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks;
         return both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads
         of balanced layers are summed into `_loads`."""
-        mine = loss if counts_at(self.communicator.coordinates, self.plan.loss_layout.axes) else torch.zeros_like(loss)
-        sums, routed_counts = torch.stack((mine, squares)), list(self.ops.routed.values()) if counted else []
+        labels, zero = self._labels_ahead if counted else [], torch.zeros_like(loss)
+        losses = [loss, *(self.ops.losses_ahead.get(k, zero) for k in range(1, len(labels) + 1))]
+        if not counts_at(self.communicator.coordinates, self.plan.loss_layout.axes):
+            losses = [zero] * len(losses)
+        sums = torch.stack((losses[0], squares, *losses[1:]))
+        routed_counts = list(self.ops.routed.values()) if counted else []
         if loads := self.plan.load_dependent_routes if counted else {}:
             none = torch.zeros(2, self.plan.sizes["experts"], dtype=torch.int64, device=sums.device)
             sums = torch.cat((sums, *(self.ops.routed.get(name, none)[0] for name in loads)))
         if world := self.plan.mesh.order_axes(self.plan.mesh.axes):
             sums = self.communicator.launch("all_reduce", sums, world).wait()
-        self._loads = dict(zip(loads, sums[2:].view(len(loads), -1), strict=True)) if loads else {}
+        end = 2 + len(labels)
+        self._loads = dict(zip(loads, sums[end:].view(len(loads), -1), strict=True)) if loads else {}
         counts = [sum(routed_counts[1:], routed_counts[0]).flatten()] if routed_counts else []
         lends = bool(loads and self.plan.scheme.lent)
-        return StepSums(sums[: len(sums) if lends else 2], counts, list(loads) if lends else [])
+        return StepSums(sums[: len(sums) if lends else end], counts, list(loads) if lends else [], labels)
 
     def _start_reading_sums(self, sums: StepSums) -> Callable[[], list[float]]:
         """Start reading a step's sums; return a function that waits for them and returns them without the loads, by
         which experts are lent from then on."""
-        shared, counts, lending_layers = sums
+        shared, counts, lending_layers, labels = sums
         read = self.communicator.start_reading(torch.cat([shared, *counts]) if counts else shared)
 
         def read_sums() -> list[float]:
             """Return the step's sums when the device has them."""
-            totals = read()
+            totals, end = read(), 2 + len(labels)
             if lending_layers:
-                self.communicator.lent = lent_by_layer(lending_layers, totals[2 : len(shared)], self.plan.scheme)
+                loads = totals[end : len(shared)]
+                self.communicator.lent = lent_by_layer(lending_layers, loads, self.plan.scheme)
+            self._losses_ahead = [total / max(1, n) for total, n in zip(totals[2:end], labels, strict=True)]
             return totals[:2] + totals[len(shared) :]
 
         return read_sums
@@ -487,10 +506,17 @@ class Trainer:
         return self.weights.use_averages() if self.config.eval.averaged else nullcontext()
 
     @torch.no_grad()
-    def compute_mean_loss(self, split: str, end: int, measure: PairLoss | Distillation | None = None) -> float:
+    def compute_mean_loss(self, split: str, end: int, measure: PairLoss | Distillation | int | None = None) -> float:
         """Compute the mean loss per token, or per pair of answers, over the first `end` samples of the data's `split`;
-        equal on every rank. `measure`: loss that is measured instead."""
+        equal on every rank. `measure`: loss, or depth of multi-token prediction, that is measured instead."""
         passes = self.passes_of_length(self.config.model.length)
+        if isinstance(measure, int):
+            passes.ops.measured_depth = measure
+            try:
+                summed = self.compute_mean_loss(split, end) * max(1, self.corpus.predicted(split, 0, end))
+            finally:
+                passes.ops.measured_depth = 0
+            return summed / max(1, passes.count_labels_ahead(split, 0, end)[measure - 1])
         if measure:
             name, losses = training_loss_name(self.config), passes.ops.losses
             passes.ops.losses = {**losses, name: measure}

@@ -466,7 +466,8 @@ class Family:
 
     `fixed`: our model keys that are alike in the whole family; what neither they nor `rules`, for the keys of
     config.json, say is at its default. `rows`: rows of tensors; `prefix`: optional beginning of names, missing as where
-    the class without a head was saved; `same`: names that repeat another tensor (tied); `buffers`: names of tensors
+    the class without a head was saved; `same`: names that repeat another tensor (tied), with {i} where each module of
+    multi-token prediction does; `buffers`: names of tensors
     that are no parameters, and are not read; `fused`: other rows, in which a layer's experts are stacked.
     """
 

@@ -136,6 +136,27 @@ _NAMES: dict[str, Any] = {
 }
 
 
+# Modules of multi-token prediction, as the layers behind the last, and what they repeat of the model
+PREDICTION_ROWS = [
+    *module_rows({f"{_LAYER}.enorm": "layers.{i}.embedding_norm", f"{_LAYER}.hnorm": "layers.{i}.hidden_norm"}),
+    TensorRow(f"{_LAYER}.eh_proj.weight", ("layers.{i}.join_embedding", "layers.{i}.join_hidden"), turned=True),
+    *module_rows({f"{_LAYER}.shared_head.norm": "layers.{i}.norm"}),
+]
+PREDICTION_REPEATS = {
+    f"{_LAYER}.embed_tokens.weight": "model.embed_tokens.weight",
+    f"{_LAYER}.shared_head.head.weight": "lm_head.weight",
+}
+
+
+def add_prediction_names(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a `Family`, its names of tensors, with the names of modules of multi-token prediction."""
+    fields = dict(names, same={**names["same"], **PREDICTION_REPEATS})
+    for key in ("rows", "fused"):
+        first = next(i for i, row in enumerate(names[key]) if "{i}" in row.theirs)
+        fields[key] = [*names[key][:first], *PREDICTION_ROWS, *names[key][first:]]
+    return fields
+
+
 def build_expert_rules(number: int, width: int, shared: int, scale: float, dense: int) -> list[Rule]:
     """Return the rules for a config.json on a family's experts, with its defaults: their number, width and the number
     of shared ones; the scale of their weights; the number of layers, the first, that have none."""
@@ -221,5 +242,5 @@ DEEPSEEK_V3 = Family(
         Only("topk_method", ("noaux_tc",), written=False),
         Free(f"{_IGNORED} num_mtp_layers", {**_FREE, "num_nextn_predict_layers": 1, **special_token_defaults(0, 1)}),
     ],
-    **_NAMES,
+    **add_prediction_names(_NAMES),
 )

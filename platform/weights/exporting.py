@@ -58,8 +58,11 @@ class Exportable:
 
     @cached_property
     def tensors(self) -> list[HfTensor]:
-        """List the tensors of a model to export, named and ordered as transformers stores them."""
-        return tensor_names.list_stored_tensors(self.model, self.family, self.fused)
+        """List the tensors of a model to export, named and ordered as transformers stores them, then repeated ones."""
+        tensors = tensor_names.list_stored_tensors(self.model, self.family, self.fused)
+        by_name = {stored.name: stored for stored in tensors}
+        repeats = tensor_names.list_repeats(self.model, self.family, by_name).items()
+        return [*tensors, *(replace(by_name[of], name=name) for name, of in repeats if name not in self.family.same)]
 
     @cached_property
     def _state_names(self) -> set[str]:
@@ -107,6 +110,8 @@ def open_exportable(
     export = Exportable(storage, directory, manifest, model, chosen_family, config, dtype, stacks_experts, merged)
     refuse_all([] if merged else _violations_of_weights(export))
     config["dtype"] = export.element_type(export.tensors[0])
+    if model.predict_ahead:
+        config["num_nextn_predict_layers"] = model.predict_ahead
     config.pop("torch_dtype", None)
     return export
 

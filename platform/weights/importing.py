@@ -44,8 +44,9 @@ from platform.model import build_model
 from platform.model.tuning import find_adapters
 from platform.optimizer.optimizers import AVERAGE
 from platform.plan.adapters import can_quantise
-from platform.plan.model_types import NF4_BLOCK
+from platform.plan.model_types import NF4_BLOCK, Parameter
 from platform.runtime.normal_floats import round_to_normal_floats
+from platform.runtime.parallel_ops import draw_initial_block
 from platform.weights import FROM_HF, tensor_names
 from platform.weights.config_keys import QUANTISED
 from platform.weights.model_folder import CONFIG, Place, SavedModel, is_saved_model
@@ -75,10 +76,15 @@ def source_keys(source: str, key: str) -> dict[str, Any]:
     return keys_of_saved_model(SavedModel(source, key))
 
 
-def keys_of_saved_model(saved: SavedModel) -> dict[str, Any]:
-    """Return the configuration keys, without `model.`, of a model that transformers saved. Raises ConfigError."""
+def keys_of_saved_model(saved: SavedModel, drop: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the configuration keys, without `model.`, of a saved model, but for tensors to `drop`; ConfigError."""
     with _name_model_in_errors(saved):
-        return tensor_names.translate_config_json(saved.config, saved.tensors)
+        return tensor_names.translate_config_json(saved.config, _list_kept_names(saved, drop))
+
+
+def _list_kept_names(saved: SavedModel, drop: Sequence[str]) -> list[str]:
+    """Return the names of the tensors of a saved model that match no pattern of `drop`."""
+    return [name for name in saved.tensors if not any(fnmatchcase(name, pattern) for pattern in drop)]
 
 
 def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
@@ -95,7 +101,7 @@ def complete_model(config: Config, typed: Mapping[str, Any]) -> list[str]:
     except ConfigError as error:
         return error.violations
     for key, value in source_model_keys.items():
-        if f"model.{key}" not in typed:
+        if f"model.{key}" not in typed and key != "predict_ahead":  # modules that only some training asks for
             setattr(config.model, key, value)
     config.train.init, config.model.source = config.train.init or place, ""
     said = "data.tokenizer" in typed or config.data.tokenizer != "train" or config.data.kind == "synthetic"
@@ -138,7 +144,7 @@ def open_importable(source: str, key: str, model: Model | None = None, drop: Seq
     all of them named.
     """
     saved = SavedModel(source, key)
-    expected_model = model or Model(**keys_of_saved_model(saved))
+    expected_model = model or Model(**keys_of_saved_model(saved, drop))
     with _name_model_in_errors(saved):
         return Importable(saved, expected_model, tuple(_match_weight_names(saved, expected_model, drop)))
 
@@ -146,7 +152,7 @@ def open_importable(source: str, key: str, model: Model | None = None, drop: Seq
 def _match_weight_names(saved: SavedModel, model: Model, drop: Sequence[str]) -> list[tuple[HfTensor, str]]:
     """Return the tensors of a model that transformers saved, each with its name in the files, for `open_importable`."""
     family = find_family(saved.config)
-    names = [name for name in saved.tensors if not any(fnmatchcase(name, pattern) for pattern in drop)]
+    names = _list_kept_names(saved, drop)
     kinds = (False, True) if family.fused else (False,)
     forms = [tensor_names.list_stored_tensors(model, family, fused) for fused in kinds]
     candidates = [(form, *tensor_names.match_tensor_names(names, form, model, family)) for form in forms]
@@ -239,12 +245,14 @@ def open_initial_weights(config: Config, *, whole: bool = False) -> InitialWeigh
             reason = f"{strip_url_secrets(url)} is no checkpoint of a run"
             raise ConfigError("train.init_averaged", True, reason, [False])
         source_model = Model(**source_keys(url, KEY))
-        saved_weights = open_importable(url, KEY, _limit_vocabulary(config.model, source_model))
+        model, left_out = _match_depths(config.model, source_model)
+        drop = [f"*layers.{number}.*" for number in left_out]
+        saved_weights = open_importable(url, KEY, _limit_vocabulary(model, source_model), drop)
         pieces = [piece for some in saved_weights.pieces_by_tensor for piece in some]
         notes = _describe_differences(source_model, config.model)
         saved = saved_weights.saved
         weights = InitialWeights(strip_url_secrets(url), pieces, saved.fetch_pieces, notes, saved.compute_hash)
-        return _extend_vocabulary(weights, config.model, source_model)
+        return _begin_modules(_extend_vocabulary(weights, model, source_model), config, source_model)
     return _open_checkpoint_weights(config, whole)
 
 
@@ -277,7 +285,10 @@ def _open_checkpoint_weights(config: Config, whole: bool) -> InitialWeights:
     with suppress(ConfigError):  # of an earlier or later version, which says nothing of what it lacks
         source = parse_stored_model(manifest.meta.identity)
         notes = _describe_differences(source, model)
-    stored_shapes = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
+    model, left_out = _match_depths(model, source)
+    dropped = tuple(f"model.layers.{number}." for number in left_out)
+    names = [n for n in manifest.tensors if n.startswith("model.") and not n.startswith(dropped)]
+    stored_shapes = {n.removeprefix("model."): manifest.tensors[n].shape for n in names}
     shapes = {n: shape for n, (_, shape) in list_parameters(_limit_vocabulary(model, source)).items()}
     unequal_names = [n for n, shape in shapes.items() if stored_shapes.get(n, shape) != shape]
     mismatches = {
@@ -293,7 +304,7 @@ def _open_checkpoint_weights(config: Config, whole: bool) -> InitialWeights:
     hashes = [(p.name, p.dtype, str(p.box), p.source.sha256) for p in pieces]
     fetch, compute_hash = build_block_fetch(storage, name), partial(hash_values, sorted(hashes))
     weights = InitialWeights(checkpoint_url, pieces, fetch, notes, compute_hash)
-    return _extend_vocabulary(weights, model, source)
+    return _begin_modules(_extend_vocabulary(weights, model, source), config, source)
 
 
 def _open_adapted_weights(
@@ -438,12 +449,55 @@ def _extend_vocabulary(weights: InitialWeights, model: Model, source_model: Mode
     return replace(weights, pieces=[*weights.pieces, *new], fetch=fetch_or_fill, notes=[*weights.notes, note])
 
 
-def _iterate_added_rows(name: str, shape: Sequence[int], first: int, dtype: str) -> Iterator[Piece[Any]]:
-    """Yield the pieces of an initial embedding table, from row `first` on, that are the rows of added tokens."""
+def _iterate_added_rows(
+    name: str, shape: Sequence[int], first: int, dtype: str, source: Any = None
+) -> Iterator[Piece[Any]]:
+    """Yield the pieces of an initial weight from row `first` on, by default the rows of a table's added tokens."""
     step = max(1, LARGEST_BLOCK // (prod(shape[1:]) * ITEMSIZE[dtype]))
     for a in range(first, shape[0], step):
         box = Box((a, *(0 for _ in shape[1:])), (min(step, shape[0] - a), *shape[1:]))
-        yield Piece(name, dtype, box, _AddedRows(name))
+        yield Piece(name, dtype, box, source or _AddedRows(name))
+
+
+class _FreshValues(NamedTuple):
+    """Parameter of a global `shape` that weights lack, and that begins as in a run from scratch."""
+
+    parameter: Parameter
+    shape: tuple[int, ...]
+
+
+def _match_depths(model: Model, source_model: Model) -> tuple[Model, Sequence[int]]:
+    """Return `model` with no more modules of multi-token prediction than its weights have, and their layers beyond."""
+    both, last = min(model.predict_ahead, source_model.predict_ahead), source_model.layers + source_model.predict_ahead
+    return replace(model, predict_ahead=both), range(source_model.layers + both, last)
+
+
+def _begin_modules(weights: InitialWeights, config: Config, source_model: Model) -> InitialWeights:
+    """Extend imported weights by the modules of multi-token prediction of a run's model that its source lacks, with
+    the values of a run from scratch; say which begin so, and which are left out."""
+    model, left_out = _match_depths(config.model, source_model)
+    notes, modules = list(weights.notes), "modules of multi-token prediction"
+    if left_out:
+        notes.append(f"{len(left_out)} {modules} left out; model.predict_ahead={source_model.predict_ahead} has all")
+    if not (fresh := config.model.predict_ahead - model.predict_ahead):
+        return replace(weights, notes=notes)
+    declared = list_parameters(config.model)
+    added = [_FreshValues(*declared[name]) for name in declared if name not in list_parameters(model)]
+    names = [(f"model.{value.parameter.name}", value) for value in added]
+    pieces = [piece for name, v in names for piece in _iterate_added_rows(name, v.shape, 0, "float32", v)]
+
+    def fetch_or_draw(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
+        """Read wanted pieces of imported weights; draw the pieces of fresh modules."""
+        pairs = [*zip(wanted, into, strict=True)]
+        existing_pairs = [pair for pair in pairs if not isinstance(pair[0].source, _FreshValues)]
+        weights.fetch([piece for piece, _ in existing_pairs], [memory for _, memory in existing_pairs])
+        for piece, memory in (pair for pair in pairs if isinstance(pair[0].source, _FreshValues)):
+            block = memory.view(DTYPES[piece.dtype]).view(piece.box.extent)
+            where = list(zip(piece.box.offset, piece.box.extent, strict=True))
+            draw_initial_block(piece.source.parameter, piece.source.shape, where, config.seed, block)
+
+    notes.append(f"{fresh} {modules} begin afresh: the weights have none")
+    return replace(weights, pieces=[*weights.pieces, *pieces], fetch=fetch_or_draw, notes=notes)
 
 
 def _describe_differences(source_model: Model, model: Model) -> list[str]:

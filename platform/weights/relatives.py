@@ -29,7 +29,7 @@ from platform.weights.config_keys import (
     resolve_sizes,
     special_token_defaults,
 )
-from platform.weights.deepseek import build_expert_rules
+from platform.weights.deepseek import add_prediction_names, build_expert_rules
 from platform.weights.llama import (
     FUSED,
     HEAD_DIM,
@@ -226,4 +226,7 @@ _GLM4_MOE_RULES = [
         **_RANGE, "num_nextn_predict_layers": 1, "output_router_logits": False, **special_token_defaults(None, None)
     }),
 ]  # fmt: skip
-GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", {**LLAMA_FIXED, **_SIGMOID}, _GLM4_MOE_RULES, **_GLM4_MOE_NAMES)
+GLM4_MOE = Family(
+    "glm4_moe", "Glm4MoeForCausalLM", {**LLAMA_FIXED, **_SIGMOID}, _GLM4_MOE_RULES,
+    **add_prediction_names(_GLM4_MOE_NAMES),
+)  # fmt: skip

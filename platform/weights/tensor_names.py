@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, count, groupby, takewhile
 from math import prod
 from typing import Any
 
@@ -94,7 +94,8 @@ def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) 
     if (count := sum(shape[0] for p, shape in unmatched.values() if _is_per_expert(p))) > MOST_MATRICES:
         raise ConfigError(f"names: {count} matrices of experts are more than {MOST_MATRICES}")
     gated = any(name.endswith(".mlp.gate") for name in unmatched)
-    for name, ours, row in _expand_rows(family.fused if stacks_experts else family.rows, m.layers):
+    layers = m.layers + m.predict_ahead
+    for name, ours, row in _expand_rows(family.fused if stacks_experts else family.rows, layers):
         if row.gated not in (None, gated) or not all(part in unmatched for part in ours):
             continue
         row_parameters = [unmatched.pop(part) for part in ours]
@@ -176,11 +177,12 @@ def match_tensor_names(
     if family.prefix and not any(name.startswith(family.prefix) for name in names):  # saved without the class's head
         file_by_name = {f"{family.prefix}{name}": name for name in names if name not in known}
         file_by_name |= {name: name for name in names if name in known}
-    buffers = {name.replace("{i}", str(i)) for name in family.buffers for i in range(m.layers)}
+    buffers = {name.replace("{i}", str(i)) for name in family.buffers for i in range(m.layers + m.predict_ahead)}
+    same = list_repeats(m, family, known)
     names_in_files = {name: file for name, file in file_by_name.items() if name in known}
     others = ((name, file) for name, file in file_by_name.items() if name not in known)
-    repeated = tuple((file, family.same[name]) for name, file in others if name in family.same)
-    foreign_names = file_by_name.keys() - known - family.same.keys() - buffers
+    repeated = tuple((file, same[name]) for name, file in others if name in same)
+    foreign_names = file_by_name.keys() - known - same.keys() - buffers
     lines = []
     if missing := [name for name in known if name not in names_in_files]:
         lines.append(f"names: {_join_names(missing)}: missing")
@@ -188,6 +190,18 @@ def match_tensor_names(
         foreign = _join_names(file_by_name[name] for name in foreign_names)
         lines.append(f"names: {foreign}: no part of {family.architecture} with this config.json")
     return MatchedTensors(names_in_files, repeated), lines
+
+
+def list_repeats(m: Model, family: Family, known: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors that repeat another one of a model at transformers, with its name among `known`."""
+    modules = range(m.layers, m.layers + m.predict_ahead)
+    pairs = [(n, of) for name, of in family.same.items() for n in _number_name(name, modules)]
+    return {name: of if of in known else family.same.get(of, of) for name, of in pairs}
+
+
+def _number_name(name: str, numbers: Iterable[int]) -> list[str]:
+    """Return the names of tensors that a name with {i} stands for; without, the name itself."""
+    return [name.replace("{i}", str(i)) for i in numbers] if "{i}" in name else [name]
 
 
 def _join_names(names: Iterable[str]) -> str:
@@ -199,7 +213,7 @@ def _join_names(names: Iterable[str]) -> str:
 # trained; sizes of other kinds of models
 _NOT_OF_FUNCTION = (
     *(key.removeprefix("model.") for key in FREE if key.startswith("model.")),
-    *("source", "within_documents", "source_length", "balance_over", "io", "hidden"),
+    *("source", "within_documents", "source_length", "balance_over", "io", "hidden", "predict_ahead"),
 )
 _OWN = (*_NOT_OF_FUNCTION, "settings", "length", "tied")  # not at a default where config.json says nothing
 _OF_EXPERTS = (
@@ -228,7 +242,8 @@ def find_family(config_json: ConfigJson) -> Family:
 
 def translate_config_json(config_json: ConfigJson, names: Iterable[str] = ()) -> dict[str, Any]:
     """Return our configuration keys, without `model.`, that describe the same model as a config.json of transformers.
-    `names`: names of the tensors beside it, which show if the output head has a tensor of its own.
+    `names`: names of the tensors beside it, which show if the output head has a tensor of its own, and how many modules
+    of multi-token prediction there are.
 
     Raises ConfigError with a line for each key that ours do not express, and for each value that our key refuses.
     """
@@ -244,7 +259,13 @@ def translate_config_json(config_json: ConfigJson, names: Iterable[str] = ()) ->
     known = {name for rule in rules for name in rule.key_names}
     unknown = ((key, value) for key, value in config_json.items() if key not in known)
     violations += [f"{key}={json_excerpt(value)}: our words do not express this key" for key, value in unknown]
+    names = set(names)
     model_values.setdefault("tied", "lm_head.weight" not in names)
+    joins = [row.theirs for row in family.rows if row.theirs.endswith("eh_proj.weight")]
+    numbers = count(model_values.get("layers", 0))
+    model_values["predict_ahead"] = sum(
+        1 for _ in takewhile(lambda i: any(name.replace("{i}", str(i)) in names for name in joins), numbers)
+    )
     refuse_all(violations or _violations_of_model(Model(**model_values)))
     return model_values
 
@@ -334,6 +355,9 @@ def choose_family(m: Model, name: str = "") -> Family:
 
 def _violations_of_family(m: Model, family: Family) -> list[str]:
     """Return the refusal lines of a family of transformers' models for a model; [] if it expresses the model."""
+    if m.predict_ahead and not any("{i}" in name for name in family.same):
+        why = f"{family.architecture} has no modules of multi-token prediction"
+        return [format_violation("model.predict_ahead", m.predict_ahead, why)]
     try:
         build_config_json(m, family)
     except ConfigError as error:

@@ -171,7 +171,7 @@ def test_models_of_megatrons_figures(model, billions):
         ("mixtral_8x7b", 46.70),
         ("deepseek_v2_lite", 15.71),
         ("qwen3_235b_a22b", 235.1),
-        ("deepseek_v3", 671.0),
+        ("deepseek_v3", 682.6),
     ],
 )
 def test_the_sizes_of_models(model, billions):

@@ -51,7 +51,15 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
         draw_experts(r, m)
     if m.kind == "decoder" and need.get("length", 1) == need.get("d_kv", 1) == 1:
         draw_delta_rules(Random(repr(m)), m, need)
+    if m.kind == "decoder" and m.positions != "relative" and not (m.head_transform or m.head_bias):
+        draw_modules_ahead(Random(repr(m)), m)
     return m
+
+
+def draw_modules_ahead(r: Random, m: Model) -> None:
+    """Draw modules of multi-token prediction."""
+    if r.random() < 0.2 and m.length > 2:
+        m.predict_ahead, m.predict_ahead_weight = r.choice((1, 1, 2)), r.choice((0.1, 0.7))
 
 
 def draw_delta_rules(r: Random, m: Model, need: Mapping[str, int]) -> None:

@@ -13,6 +13,7 @@ from tests.known_bugs.known_bug import KnownBug, not_summed, steps, summed_over
 
 SCHEMES = "runtime/oracle/test_schemes.py::test_equals_one_process"
 MODELS = "runtime/oracle/test_models.py::test_equals_one_process"
+AHEAD = "runtime/oracle/test_multi_token.py::test_equals_one_process"
 EXPERTS = "runtime/oracle/test_experts.py::test_equals_one_process"
 PIPELINES = "runtime/oracle/test_pipelines.py::test_equals_one_process"
 SURVIVORS = "runtime/oracle/test_any_replicas.py::test_fewer_workers_keep_samples_and_losses"
@@ -34,6 +35,10 @@ BUGS = (
     KnownBug(
         "Megatron-LM #7452 (2)", "gathered logits are taken for split ones: the loss is too large by log(TP)",
         "each rank counts the whole vocabulary", SCHEMES, SEQUENCE, mutants.vocab_counted_by_every_rank),
+    KnownBug(
+        "Megatron-LM #7452 (3), #2417", "the loss of a token further on is divided by a rank's own number of tokens",
+        "each replica counts the labels of its own samples", AHEAD, {"kind": "documents", "data": 2},
+        mutants.labels_ahead_of_a_rank),
     KnownBug(
         "Megatron-LM #7452 (7), (4)", "activations are scattered and gathered over the wrong group of equal size",
         "the embedding's result is scattered over another axis", MODELS, {"scheme": "2d_gather"},

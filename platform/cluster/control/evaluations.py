@@ -205,7 +205,7 @@ class Evaluations:
             self._journal.write(events.Sampled(step=step, prompt=prompt, text=text))
             self._monitor.say(f"after step {step}: {text!r}")
         scores = self._score_tasks(crew, plan, step, within)
-        if training_loss_name(self._config) in (*PAIR_LOSSES, DISTILL):
+        if training_loss_name(self._config) in (*PAIR_LOSSES, DISTILL) or self._config.model.predict_ahead:
             scores = {**(scores or {}), **self._measure_loss(crew, within)}
         return losses, scores
 
@@ -339,6 +339,7 @@ def build_metrics_row(
         layer_grad_norms=report.layer_gradients or None,
         layer_rms=report.layer_activations or None,
         experts=_expert_load(report.routed) if any(report.routed) else None,
+        losses_ahead={f"loss_ahead_{k}": x for k, x in enumerate(report.losses_ahead, 1)} or None,
         expert_load=report.routed[: len(report.routed) // 2] if any(report.routed) else None,
     )
 

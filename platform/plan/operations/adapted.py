@@ -17,9 +17,9 @@ def add_products_of_adapters(compute: Callable[..., Any]) -> Callable[..., Any]:
     the last product of a recomputed block may be left out, and is to be the large one."""
 
     @wraps(compute)
-    def compute_adapted(self, ops, x, spec, weights, outs, biases=(), counts=None):
+    def compute_adapted(self, ops, x, spec, weights, outs, biases=(), counts=None, name=""):
         more = _multiply_adapters(ops, x, spec, weights, outs, counts)
-        results = compute(self, ops, x, spec, weights, outs, biases, counts)
+        results = compute(self, ops, x, spec, weights, outs, biases, counts, name)
         return tuple(y if z is None else ops.pointwise("add", y, z) for y, z in zip(results, more, strict=True))
 
     return compute_adapted

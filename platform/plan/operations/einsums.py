@@ -104,22 +104,23 @@ class ProjectOp(_Products):
     multiplies_matrices = True
 
     @add_products_of_adapters
-    def record_operation(self, ops, x, spec, weights, outs, biases=(), counts=None):
-        """Record the products of x, and the biases behind them; return a symbol for each weight."""
+    def record_operation(self, ops, x, spec, weights, outs, biases=(), counts=None, name=""):
+        """Record the products of x, and the biases behind them; return a symbol for each weight. `name`: the name of a
+        further use of a weight in the model, by default the first weight's."""
         if ("rows" in spec.dims) != (counts is not None):
             raise ModelMistake(weights[0].name, f"rows, and these alone, have counts, unlike {spec}")
         of_rows = {} if counts is None else {"layer": counts}
         of_rows |= {} if "vocab" in outs[0].dims else ops.origin_attributes(x)  # a loss that is one with it keeps x
-        products = ops.record_operation(self.kind, weights[0].name, [x], [spec, *weights], outs, **of_rows)
+        products = ops.record_operation(self.kind, name or weights[0].name, [x], [spec, *weights], outs, **of_rows)
         products = products if len(outs) > 1 else (products,)
         for y, bias, out in zip(products, biases, outs, strict=bool(biases)):
             ops.shift(y, out, bias, counts)
         return products
 
     @add_products_of_adapters
-    def run_on_blocks(self, ops, x, spec, weights, outs, biases=(), counts=None):
+    def run_on_blocks(self, ops, x, spec, weights, outs, biases=(), counts=None, name=""):
         """Return the products with their biases: fused where nothing is converted between, else shifted."""
-        planned = ops.operation_plan(self.kind, weights[0].name)
+        planned = ops.operation_plan(self.kind, name or weights[0].name)
         fused = planned.adds_biases(ops.operation_plan("shift", b.name) for b in biases)
         added = [ops.parameter_block(b) for b in biases] if fused else ()
         operands = [ops.parameter_block(w) for w in weights]

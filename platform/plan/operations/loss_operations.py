@@ -102,18 +102,20 @@ class LinearCrossEntropyOp(Op):
     [... d_model] by `table` [vocab, d_model] and `bias` [vocab]. It is planned as these two; computed as one, it need
     not hold all logits."""
 
-    def compose_operation(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0):
+    def compose_operation(
+        self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0, product=""
+    ):
         """Compose the loss of a product with the vocabulary table from `project` and `cross_entropy`."""
-        (logits,) = ops.project(x, x_spec, (table,), (spec,), (bias,) if bias else ())
+        (logits,) = ops.project(x, x_spec, (table,), (spec,), (bias,) if bias else (), name=product)
         return ops.cross_entropy(name, logits, spec, labels, smoothing, cap)
 
-    def run_on_blocks(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0):
+    def run_on_blocks(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0, product=""):
         """Compute the loss chunk by chunk of tokens, so that the logits are never whole, unless SUMMA multiplies."""
-        planned_product = ops.operation_plan("project", table.name)
+        planned_product = ops.operation_plan("project", product or table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
         # SUMMA never has a whole operand, and an adapter adds to the logits: they multiply, and the loss follows
         if planned_product.groups[0].panels or table.name in ops.adapters:
-            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias, cap)
+            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias, cap, product)
         *rows, columns = ops.plan.local_shape(spec)
         wide = ops.kernels.statistics.widen_dtype(x).dtype == x.dtype
         return ops.kernels.chunked_loss.linear_cross_entropy(
@@ -128,13 +130,15 @@ class LinearCrossEntropyOp(Op):
             deferred=ops.deferred,
         )
 
-    def meter_memory(self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0) -> Value:
+    def meter_memory(
+        self, ops, name, x, x_spec, table, spec, labels, smoothing=0.0, bias=None, cap=0.0, product=""
+    ) -> Value:
         """Count the memory of gradients and one chunk of logits, or of all logits where the loss has to keep them."""
-        planned_product = ops.operation_plan("project", table.name)
+        planned_product = ops.operation_plan("project", product or table.name)
         planned_loss = ops.operation_plan("cross_entropy", name)
         (group, *_), weight = planned_product.groups, ops.parameter_block(table)
         if group.panels or table.name in ops.adapters:
-            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias, cap)
+            return self.compose_operation(ops, name, x, x_spec, table, spec, labels, smoothing, bias, cap, product)
         bias_values = ops.convert_parameters(ops.operation_plan("shift", bias.name)) if bias else []
         *rows, columns = ops.plan.local_shape(spec)
         n, width = prod(rows), ops.plan.local_shape(x_spec)[-1]
@@ -238,3 +242,23 @@ class TokenLossOp(Op):
         n = x.elements
         ops.new(2 * n, 8)
         return ops.plain(ops.tensor(1), [loss, x], (ops.new(n, 8),))
+
+
+class AddLossAheadOp(Op):
+    """Loss plus, in training, the loss `more` of the labels `depth` further on (multi-token prediction), weighted as
+    the step says (`PassPosition`); in an evaluation the one of both that is measured."""
+
+    def record_operation(self, ops, loss, more, depth):
+        return loss
+
+    def run_on_blocks(self, ops, loss, more, depth):
+        """Return the weighted sum, and add `more` to the sums of the pass's step."""
+        if not ops.position.training:
+            return more if ops.measured_depth == depth else loss
+        ops.losses_ahead[depth] = ops.losses_ahead.get(depth, 0.0) + more.detach()
+        factors = ops.position.ahead
+        return loss + (factors[depth - 1] if factors else 1.0) * more
+
+    def meter_memory(self, ops, loss, more, depth) -> Value:
+        """Count the memory of a sum of losses: none to speak of."""
+        return ops.plain(ops.tensor(1), [loss, more])

@@ -13,7 +13,13 @@ from platform.plan.operations.einsums import ProductOp, ProjectOp
 from platform.plan.operations.experts import CombineOp, CombineRowsOp, DispatchOp, DispatchRowsOp, RouteOp
 from platform.plan.operations.fused_attention import FusedAttentionOp, RingAttentionOp
 from platform.plan.operations.lookup import FeaturesOp, LookupOp, OneHotOp, RelativeBiasOp
-from platform.plan.operations.loss_operations import CrossEntropyOp, LinearCrossEntropyOp, SquaredErrorOp, TokenLossOp
+from platform.plan.operations.loss_operations import (
+    AddLossAheadOp,
+    CrossEntropyOp,
+    LinearCrossEntropyOp,
+    SquaredErrorOp,
+    TokenLossOp,
+)
 from platform.plan.operations.op import Op
 from platform.plan.operations.pointwise import (
     DropoutOp,
@@ -70,7 +76,7 @@ class Ops:
     route, dispatch, combine = RouteOp(), DispatchOp(), CombineOp()
     dispatch_rows, combine_rows = DispatchRowsOp(), CombineRowsOp()
     cross_entropy, linear_cross_entropy, squared_error = CrossEntropyOp(), LinearCrossEntropyOp(), SquaredErrorOp()
-    token_loss, sequence_mean = TokenLossOp(), SequenceMeanOp()
+    token_loss, add_loss_ahead, sequence_mean = TokenLossOp(), AddLossAheadOp(), SequenceMeanOp()
 
     def bind_operation(self, op: Op) -> Callable[..., Any]:
         """Return what `ops.norm(...)` calls of an operation: its recording, its computation or its memory count."""
