@@ -17,6 +17,7 @@ from platform.cluster.crew.launchers import open_crew
 from platform.cluster.driver import relay_log
 from platform.config.fields import Config
 from platform.plan.layout import format_count
+from platform.plan.plan import base_precision
 from platform.predict import calibration
 from platform.predict.calibration import Round, Seen, Timings, format_hardware_file, hardware_of_rounds
 from platform.predict.hardware import Hardware
@@ -51,7 +52,7 @@ def run_calibration(
     device, memory, processors = round_replies[0][1][0]
     if base_hardware is None:
         base_hardware = (find_gpu_hardware(device) if job.device == "cuda" else None) or choose_pricing_hardware(config)
-    seen = Seen(date.today().isoformat(), config.precision, device, Counter(nodes), base_hardware.name)
+    seen = Seen(date.today().isoformat(), base_precision(config.precision), device, Counter(nodes), base_hardware.name)
     on_gpu = job.device == "cuda"
     first = replace(base_hardware, ahead=on_gpu, processors=processors, memory=memory or base_hardware.memory)
     steps = [build_step_work(c, make_plan(c)) for c in step_configs(config, on_gpu, tiny)]

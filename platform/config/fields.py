@@ -39,6 +39,7 @@ from platform.config.groups import (
     Parallel,
     Pipeline,
     Planning,
+    Quantise,
     Resume,
     Run,
     Tensor,
@@ -47,6 +48,7 @@ from platform.config.groups import (
 )
 from platform.config.key import Key, describe_type, key
 from platform.plan.model_types import CROSS_ENTROPY, DISTILL, PAIR_LOSSES
+from platform.plan.quantisation import EXACT, MX_BLOCK, Quantisation
 
 
 @dataclass
@@ -61,7 +63,11 @@ class Config:
         constraint="must be the name of a module, such as my_module for my_module.py in a folder of PYTHONPATH",
     )
     seed: int = key(0, "seed of all that is random: weights, data order, dropout, samples", ">= 0", most=2**63 - 1)
-    precision: str = key("fp32", "type to compute in; fp16 scales the loss", ("fp64", "fp32", "bf16", "fp16"))
+    precision: str = key(
+        "fp32", "type to compute in; fp16 scales the loss; fp8, mxfp8: bf16, with the products of blocks in 8 bits",
+        ("fp64", "fp32", "bf16", "fp16", "fp8", "mxfp8"),
+    )  # fmt: skip
+    quantise: Quantise = field(default_factory=Quantise, metadata={"planned": True})
     recompute: str = key(
         "none", "recomputed in backward: nothing, the inside of attention, or blocks; auto: the planner chooses",
         ("none", "selective", "full"), planned=True, left_open=10,
@@ -238,6 +244,17 @@ LOSS_OF = {PREFERENCE: PAIR_LOSSES[0]}  # value of data.objective -> its loss, u
 def training_loss_name(config: Config) -> str:
     """Return the name of the loss that a configuration trains with: `train.loss`, else the loss of its objective."""
     return config.train.loss or LOSS_OF.get(training_objective_name(config), CROSS_ENTROPY)
+
+
+def choose_quantisation(config: Config) -> Quantisation | None:
+    """Return how a configuration quantises operands of products to 8 bits; None where it does not."""
+    q = config.quantise
+    by_precision = {"fp8": "block", "mxfp8": "mx"}
+    scale = by_precision.get(config.precision, "none") if q.scale == "auto" else q.scale
+    if scale == "none":
+        return None
+    powers = scale in EXACT if q.powers == "auto" else q.powers == "on"
+    return Quantisation(scale, MX_BLOCK if scale == "mx" else q.block, powers, q.gradients)
 
 
 @dataclass

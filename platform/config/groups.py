@@ -707,6 +707,28 @@ class Tune:
 
 
 @dataclass
+class Quantise:
+    """Products in 8 bits of the weights of a model's blocks; embedding, head, norms, router and softmax stay."""
+
+    scale: str = key(
+        "auto", "what has one scale: a tensor, a row, a block, or 32 elements as MX says; auto: block under"
+        " precision=fp8, mx under mxfp8, else none", ("auto", "none", "block", "tensor", "row", "mx"),
+    )  # fmt: skip
+    block: int = key(128, "quantise.scale=block: elements with one scale along what a product contracts", ">= 1",
+                     most=10**5)  # fmt: skip
+    powers: str = key("auto", "scales are powers of two; auto: of block and mx", ("auto", "on", "off"))
+    gradients: str = key("e4m3", "form of gradients; e5m2 has a wider range, and one bit less", ("e4m3", "e5m2"))
+    layers: list[str] = key(
+        ["*"], "patterns of weights whose products are in 8 bits; all of those that share an input",
+        pattern=r"[\w.*?\[\]!-]+", constraint="must be the name of a parameter, or a pattern with *, ? or [...]",
+    )  # fmt: skip
+    skip: list[str] = key(
+        [], "patterns of weights whose products stay as they are, such as *.down",
+        pattern=r"[\w.*?\[\]!-]+", constraint="must be the name of a parameter, or a pattern with *, ? or [...]",
+    )  # fmt: skip
+
+
+@dataclass
 class LossScaling:
     """Factor on the loss under precision=fp16, so that small gradients do not vanish: falls at an overflow."""
 

@@ -17,6 +17,7 @@ from platform.config.fields import (
     Data,
     Model,
     Tune,
+    choose_quantisation,
     is_open_key,
     training_loss_name,
     training_objective_name,
@@ -25,6 +26,7 @@ from platform.config.key import violation_of_key
 from platform.config.ramps import parse_length_ramp
 from platform.plan.layout import find_divisors, format_count
 from platform.plan.model_types import CROSS_ENTROPY, DISTILL, PAIR_LOSSES
+from platform.plan.quantisation import EXACT
 
 
 def _violations_of_attention(config: Config) -> Iterator[str]:
@@ -390,6 +392,19 @@ def _violations_of_offload(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "recompute_offload", constraint, [False])
 
 
+def _violations_of_eight_bits(config: Config) -> Iterator[str]:
+    """Yield a refusal line for each key that does not go with products in 8 bits, as they are configured."""
+    how = choose_quantisation(config)
+    if how and config.train.mlp_chunks > 1:
+        constraint = f"products in 8 bits (precision={config.precision}) scale the tokens of a microbatch together"
+        yield violation_of_key(config, "train.mlp_chunks", constraint, [1])
+    if how and how.scale == "mx" and not how.powers:
+        yield violation_of_key(config, "quantise.powers", "scales of MX are powers of two", ["on", "auto"])
+    if how and how.scale not in EXACT and config.parallel.lent_experts:
+        constraint = f"experts are lent without the scale of their {how.scale}"
+        yield violation_of_key(config, "parallel.lent_experts", constraint, [0])
+
+
 def _violations_of_tuning(config: Config) -> Iterator[str]:
     """Yield a refusal line for each key of adapters that nothing reads without them, and for patterns of frozen weights
     beside them: they leave all weights as they are."""
@@ -412,6 +427,7 @@ TRAIN_RULES = (
     _violations_of_stop_step,
     _violations_of_verify_every,
     _violations_of_loss_scale,
+    _violations_of_eight_bits,
     _violations_of_tuning,
 )
 

@@ -7,7 +7,7 @@ gathers, activations kept in host memory, schedules and their simulation, the co
 parts, loans of experts. A check finds the unsound parts of a plan, a summary describes it in short, and mistakes in a
 user's model are refused with their file and line.
 
-Its files in reading order: layout, scheme, model_types, adapters, rule, operation_plan, planner, plan, chunks,
-plan_builder, gather_order, generation_passes, plan_data, accelerators, step_collectives, whole_blocks, schedule,
-simulate, generators, gantt, plan_check, operation_forms, plan_summary.
+Its files in reading order: layout, scheme, model_types, adapters, rule, quantisation, operation_plan, planner, plan,
+chunks, plan_builder, gather_order, generation_passes, plan_data, accelerators, step_collectives, whole_blocks,
+schedule, simulate, generators, gantt, plan_check, operation_forms, plan_summary.
 """

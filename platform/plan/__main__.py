@@ -43,7 +43,7 @@ from platform.config.fields import Config
 from platform.config.key import WORKERS
 from platform.launch import compose_config, compose_sweep
 from platform.plan.layout import format_count
-from platform.plan.plan import Plan
+from platform.plan.plan import Plan, base_precision
 from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import format_number
 from platform.plan.step_collectives import communication
@@ -465,8 +465,8 @@ def _choose_hardware(name: str | None, config: Config) -> Hardware:
     if not name:
         return choose_pricing_hardware(config)
     hardware = read_hardware(name)
-    if config.precision not in hardware.peaks:
-        constraint = f"its peaks lack {config.precision}, in which the run computes"
+    if (precision := base_precision(config.precision)) not in hardware.peaks:
+        constraint = f"its peaks lack {precision}, in which the run computes"
         raise ConfigError("--hardware", name, constraint)
     return hardware
 

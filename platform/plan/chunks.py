@@ -30,6 +30,7 @@ from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import global_extents
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import Ops, count_flops
+from platform.plan.quantisation import mark_quantised
 from platform.plan.schedule import place_layers
 
 FlowSpecs = tuple[tuple[str, Spec], ...]  # activations by name
@@ -106,6 +107,11 @@ class RecordedChunk(NamedTuple):
     ops: Recorder
     receives: FlowSpecs = ()
     sends: FlowSpecs = ()
+
+    def quantise_products(self, *how: Any) -> RecordedChunk:
+        """Return this part of a model with some products in 8 bits, by `how` of `mark_quantised`."""
+        in_blocks = [span % 2 == 1 for span in self.ops.spans]
+        return self._replace(ops=replace(self.ops, operations=mark_quantised(self.ops.operations, in_blocks, *how)))
 
     def build_chunk(self, number: int, stage: int, operations: Mapping[tuple[str, str], PlannedOperation]) -> Chunk:
         """Return the plan's `Chunk` of this recorded part of a model: of a number, a stage and planned `operations`."""

@@ -21,6 +21,7 @@ from platform.plan.layout import Layout, base_axis
 from platform.plan.model_types import Parameter, Spec
 from platform.plan.operation_plan import Collective, Panels, PlannedOperation
 from platform.plan.plan import Plan
+from platform.plan.quantisation import ScaledProducts
 from platform.plan.rule import COLLECTIVES, LENDING, Conversion, RelayoutStep
 
 SPLIT, PARTIAL, ALONE, WHOLE = "split", "partial", "at index 0 alone", "whole"
@@ -198,6 +199,7 @@ class Form(NamedTuple):
     dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `linear`: the operation
     is linear in each operand, of which one may be partial; `beside`: collectives that it takes beside all conversions;
     `apart`: axes along which ranks compute other summands, of its result or, without `out`, of its operand's gradient.
+    `scaled`: the products of an einsum that are in 8 bits.
     """
 
     operands: Sequence[Operand]
@@ -210,6 +212,7 @@ class Form(NamedTuple):
     linear: bool = False
     beside: Sequence[Collective] = ()
     apart: tuple[str, ...] = ()
+    scaled: ScaledProducts | None = None
 
 
 def forms_of_operation(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -232,7 +235,7 @@ def _einsum_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
             x = Operand(inputs[0], group.x, panels, x_axes, group.regathered, shared=number > 0)
             operand = Operand(inputs[1 + e.index], e.operand, panels, operand_axes, e.regathered)
             operand = operand._replace(renamed=sort_axes) if "rows" in inputs[0].dims else operand
-            yield Form((x, operand), outputs[e.index], e.output)
+            yield Form((x, operand), outputs[e.index], e.output, scaled=e.scaled)
 
 
 def _rowwise_forms(

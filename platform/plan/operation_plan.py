@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from platform.plan.layout import Cut, Layout, Mesh
 from platform.plan.model_types import TEACHER, Operation
+from platform.plan.quantisation import ScaledProducts
 from platform.plan.rule import Conversion, RelayoutStep
 
 
@@ -46,7 +47,7 @@ class Einsum:
     `operand`, times x gives the operation's output number `index`, which leaves by `output`.
 
     `regathered`: the converted operand is not kept but converted again for the backward pass. `frozen`: it takes no
-    gradient.
+    gradient. `scaled`: its products in 8 bits.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Einsum:
     output: Conversion
     regathered: bool = False
     frozen: bool = False
+    scaled: ScaledProducts | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ class EinsumGroup:
         """Return True if no operand of this einsum group takes a gradient, for which x would be kept."""
         return all(e.frozen for e in self.einsums)
 
+    @property
+    def is_scaled(self) -> bool:
+        """Return True if any product of this planned group of einsums is in 8 bits."""
+        return any(e.scaled for e in self.einsums)
+
     @cached_property
     def is_local(self) -> bool:
         """Return True if the plan converts or broadcasts no operand or result of this group of einsums: it is local."""
@@ -121,7 +128,7 @@ class EinsumGroup:
         parts of its product with x: the plan converts no operand or result."""
         ends = (c for e in self.einsums for c in (e.operand, e.output))
         straight = all(e.x_dims[-1] == e.dims[-1] and e.out_dims == e.x_dims[:-1] + e.dims[:-1] for e in self.einsums)
-        plain = len(self.einsums) > 1 and straight and not self.panels and not self.has_wide_dtype
+        plain = len(self.einsums) > 1 and straight and not (self.panels or self.has_wide_dtype or self.is_scaled)
         return plain and not any(c.forward or c.backward for c in ends)
 
 

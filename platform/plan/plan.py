@@ -33,6 +33,16 @@ ITEMSIZE = {
     "bf16": {"compute": 2, "accumulate": 4, "master": 4},
     "fp16": {"compute": 2, "accumulate": 4, "master": 4},
 }
+# precision whose products are in 8 bits -> the one of all else, which is its plan's
+BASE_PRECISION = {"fp8": "bf16", "mxfp8": "bf16"}
+
+
+def base_precision(precision: str) -> str:
+    """Return the precision of a plan, in which all is computed that is not in 8 bits."""
+    return BASE_PRECISION.get(precision, precision)
+
+
+ITEMSIZE |= {name: ITEMSIZE[base] for name, base in BASE_PRECISION.items()}
 
 SCORED = ("scores", "context")  # what follows an attention's name in its two products' names, without a fused kernel
 
@@ -276,6 +286,11 @@ class Plan:
         """Return the names of the parameters whose moments are kept in 8 bits, with a scale for each block of them."""
         trained = (p for p in self.parameters if p.name not in self.frozen)
         return frozenset(p.name for p in trained if self.stored.has_scales(prod(self.global_shape(p))))
+
+    @cached_property
+    def has_scaled_products(self) -> bool:
+        """Return True if the plan has products in 8 bits."""
+        return any(group.is_scaled for o in self.operations.values() for group in o.groups)
 
     @property
     def frees_weights(self) -> bool:

@@ -31,6 +31,7 @@ from platform.plan.operations.recorder import IllegalPlan, Recorder, message_of_
 from platform.plan.operations.registry import OPERATIONS, count_flops
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
+from platform.plan.quantisation import Quantisation
 from platform.plan.rule import RelayoutStep, partial_axes
 from platform.plan.scheme import (
     CONTEXT,
@@ -77,15 +78,15 @@ def build_plan(
     `data`: number of replicas; `microbatch`: sequences per microbatch and replica; `microbatches`: per step;
     `sequences`: per step, by default all that the microbatches hold, fewer if the last is partial; `stage_of`: the
     stage of every chunk; `parts`: the units of every chunk, () divides the model by cost. `recompute`, `mlp_chunks`,
-    `precision`, `adapters`, `more`: as in Plan; `frozen`: names of parameters that take no gradient. `zero`: the stage
-    of ZeRO (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer state, 2
-    gradients too, 3 also parameters. Raises ModelMistake, and IllegalPlan with all violations.
+    `precision`, `adapters`, `more`: as in Plan, and `quantise`; `frozen`: names of parameters without gradient. `zero`:
+    the stage of ZeRO (Rajbhandari et al. 2020), which shards over replicas: 0 nothing, 1 master copies and optimizer
+    state, 2 gradients too, 3 also parameters. Raises ModelMistake, and IllegalPlan with all violations.
     """
     mesh = Mesh.arrange_axes({"stage": max(stage_of) + 1, **scheme.mesh_axes(data)})
     parameters, sizes = _read_declarations(model, microbatch * data, adapters)
     options = scheme, dropout, recompute, fused_dropout, attention_kernel, loss
     recorder = partial(Recorder, *options, sizes=sizes, adapters=adapters, leaves_out=mlp_chunks == 1)
-    recorded = _record_model(model, recorder, len(stage_of), parameters, parts)
+    recorded = _record_model(model, recorder, len(stage_of), parameters, parts, more.pop("quantise", None))
     operations = [o for chunk in recorded for o in chunk.ops.operations]
     start = Planner(mesh, scheme, _pad_vocab(sizes, scheme, mesh), {}, frozen=tuple(frozen))
     planner, planned, reductions = settle_planner(start, operations, microbatch)
@@ -132,15 +133,16 @@ def _record_model(
     count: int,
     parameters: Sequence[Parameter],
     parts: Sequence[Sequence[str]],
+    quantise: tuple[Quantisation, Sequence[str], Sequence[str]] | None,
 ) -> list[RecordedChunk]:
     """Record a model's forward pass as `count` chunks, of the units `parts` if given, and check that it uses each of
-    its declared `parameters`."""
+    its declared `parameters`. `quantise`: arguments of `mark_quantised`."""
     declared = {p.name: p for p in parameters}
     with raise_model_mistakes(model):
         chunks = record_chunks(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"], parts)
     operations = (o for chunk in chunks for o in chunk.ops.operations)
     check_parameters_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
-    return chunks
+    return [chunk.quantise_products(*quantise) for chunk in chunks] if quantise else chunks
 
 
 def _stages_by_parameter(parameters: Sequence[Parameter], chunks: Sequence[Chunk]) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import prod
 
 from platform.plan.chunks import Bucket
-from platform.plan.layout import LENGTHS, Cut, format_count
+from platform.plan.layout import LENGTHS, Cut, block_offset, format_count
 from platform.plan.model_types import Parameter, Spec, Tensor, tensor_dtype
 from platform.plan.operation_forms import (
     PACKED,
@@ -36,6 +36,7 @@ from platform.plan.operation_forms import (
 )
 from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.plan import Plan
+from platform.plan.quantisation import EXACT, PHASES, ScaledProducts
 from platform.plan.rule import COLLECTIVES, LENDING, Conversion, RelayoutStep
 from platform.plan.scheme import Scheme
 
@@ -85,6 +86,8 @@ class PlanWalk:
         _check_form_dims(planned, form, space)
         if planned.operation.reads and (misreading := describe_misread_data(planned, space, only)):
             raise Unsound(f"{', '.join(planned.operation.reads)} {misreading}")
+        if form.scaled and form.out is not None:
+            self._check_scaled_products(form, form.out, form.scaled, space, only)
         if form.out is not None:
             exchanged = {a for d in form.statistics for a in space[d]}
             result = Spread({d: space[d] for d in spread_dims(form.out)}, frozenset(), only)
@@ -97,6 +100,50 @@ class PlanWalk:
             others = summed.union(*partial[:number], *partial[number + 1 :])
             self._check_gradient(operand, spread._replace(partial=frozenset(others - spread.axes)))
         return axes
+
+    def _check_scaled_products(
+        self, form: Form, out: Spec, scaled: ScaledProducts, space: Space, only: frozenset[str]
+    ) -> None:
+        """Check that what has one scale, in the products in 8 bits of an einsum, is whole on each rank or that ranks
+        take its maximum together; count the launches of maxima."""
+        (x, _), (weight, _) = ((operand.tensor, operand) for operand in form.operands)
+        for product in scaled.products:
+            tensors = {"forward": (x, weight, out), "input": (out, weight, x), "weight": (x, out, weight)}[product]
+            along = [d for d in tensors[0].dims if d in tensors[1].dims and d not in tensors[2].dims]
+            if "rows" in along:
+                raise Unsound(f"scales rows of several experts together, in the product {product}")
+            for number, tensor in enumerate(tensors[:2]):
+                sizes = self._spread_of_tensor(tensor)[1]
+                split = Spread({d: space.get(d, ()) for d in spread_dims(tensor)}, frozenset(), only)
+                if scaled.how.scale in EXACT:
+                    self._check_uncut_blocks(tensor, split, [d for d in along if d != "batch"], scaled.how.block)
+                    continue
+                kept = {d for d in split.split if d not in along} if scaled.how.scale == "row" else {"experts"}
+                kept &= {*tensor.dims}
+                over = {a for d, axes in split.split.items() if d not in kept for a in axes if self._extents[a] > 1}
+                if over != {*scaled.axes_of_maximum(product, number)}:
+                    raise Unsound(f"{tensor_title(tensor)} has one scale over {join_axis_names(over)}, in {product}")
+                if not over or (tensor is x and form.operands[0].shared):
+                    continue
+                scales = Spread({d: axes for d, axes in split.split.items() if d in kept}, frozenset(), only)
+                share, axes = scales.average_share(scales.split, sizes, self._extents), self._plan.mesh.order_axes(over)
+                elements, phase = scales.count_elements(sizes, self._extents), PHASES[product]
+                self._launches["all_reduce", axes, elements, share, phase, only, "accumulate"] += 1
+
+    def _check_uncut_blocks(self, tensor: Tensor, spread: Spread, dims: Sequence[str], block: int) -> None:
+        """Raise Unsound if axes cut the consecutive elements along `dims` of a tensor inside a `block` in 8 bits."""
+        sizes = self._spread_of_tensor(tensor)[1]
+        split = [i for i, d in enumerate(dims) if any(self._extents[a] > 1 for a in spread.split[d])]
+        if not split:
+            return
+        dim, inner = dims[split[-1]], prod(sizes[d][0] for d in dims[split[-1] + 1 :])
+        blocks, (size, unit) = prod(self._extents[a] for a in spread.split[dim]), sizes[dim]
+        if self._plan.scheme.zigzag in spread.split[dim] and dim in LENGTHS:
+            blocks *= 2 * self._plan.scheme.rounds
+        cuts = [block_offset(i, size, blocks, unit) for i in range(1, blocks)]
+        if any(cut * inner % block for cut in (*cuts, *([size] if split[-1] else []))):
+            axes = join_axis_names(spread.split[dim])
+            raise Unsound(f"{axes} cuts {dim} of {tensor_title(tensor)} inside a block of {block} with one scale")
 
     def _convert_operand_spread(self, operand: Operand) -> Spread:
         """Return the spread in which an operand is read, converted for the operation."""

@@ -30,6 +30,7 @@ from platform.plan.model_types import (
 from platform.plan.operation_plan import Collective, Einsum, EinsumGroup, Panels, PlannedOperation
 from platform.plan.plan import Plan
 from platform.plan.planner import Planner
+from platform.plan.quantisation import Quantisation, ScaledProducts
 from platform.plan.rule import Conversion, RelayoutStep
 from platform.plan.scheme import Scheme
 from platform.plan.step_collectives import communication
@@ -39,8 +40,9 @@ _CLASSES: dict[str, type] = {
     "Adapter": Adapter, "BranchPlace": BranchPlace, "Chunk": Chunk, "Collective": Collective, "Conversion": Conversion,
     "Cut": Cut, "Einsum": Einsum, "EinsumGroup": EinsumGroup, "Layout": Layout, "Mesh": Mesh, "Operation": Operation,
     "Panels": Panels, "Parameter": Parameter, "Plan": Plan, "PlannedOperation": PlannedOperation, "Planner": Planner,
-    "Recompute": Recompute, "RotaryScaling": RotaryScaling, "Router": Router, "Scheme": Scheme, "Spec": Spec,
-    "Step": RelayoutStep, "StoredStates": StoredStates,
+    "Quantisation": Quantisation, "Recompute": Recompute, "RotaryScaling": RotaryScaling, "Router": Router,
+    "ScaledProducts": ScaledProducts, "Scheme": Scheme, "Spec": Spec, "Step": RelayoutStep,
+    "StoredStates": StoredStates,
 }  # fmt: skip
 _WORDS = {part: word for word, part in _CLASSES.items()}
 # all but what the rest of a plan's operations implies
@@ -52,7 +54,7 @@ _LATER: dict[type, dict[str, Any]] = {
     Scheme: {"diagonal": ()},
     Spec: {"place": None},
     Parameter: {"place": None},
-    Einsum: {"frozen": False},
+    Einsum: {"frozen": False, "scaled": None},
     RotaryScaling: {"short": (), "long": ()},
 }
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive

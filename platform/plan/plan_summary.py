@@ -16,6 +16,7 @@ from platform.plan.model_types import AUTO
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
+from platform.plan.quantisation import ROLES
 from platform.plan.step_collectives import communication, count_kernels
 
 
@@ -111,7 +112,7 @@ def _lines_of_totals(plan: Plan) -> tuple[str, str, str, str]:
         elsewhere = f", {plan.count_parameters_of_rank(off):,} where {zero}>0"
     return (
         f"plan  {format_count(plan.mesh.world_size, 'worker')} = {plan.mesh}; tensor "
-        f"scheme {plan.scheme.name}; {plan.precision}",
+        f"scheme {plan.scheme.name}; {plan.precision}{_describe_scaled_products(plan)}",
         f"  parameters      {plan.parameter_count:,} ({plan.local_parameter_count:,} per worker{elsewhere})"
         + _describe_sharding(plan)
         + _describe_quantised(plan),
@@ -174,6 +175,22 @@ def _describe_quantised(plan: Plan) -> str:
     named = frozenset(plan.quantised)
     elements = sum(prod(plan.global_shape(p)) for p in plan.parameters if p.name in named)
     return f"; {elements:,} in 4 bits (NF4), tables, head and vectors as they are" if named else ""
+
+
+def _describe_scaled_products(plan: Plan) -> str:
+    """Return the words on products in 8 bits for the description: how many, their scales, and of which weights not all
+    three are; "" for none."""
+    scaled = [(o, e) for o in plan.operations.values() for group in o.groups for e in group.einsums if e.scaled]
+    if not scaled:
+        return ""
+    how, (products, parts) = scaled[0][1].scaled.how, (0, set[str]())  # type: ignore[union-attr]
+    for o, e in scaled:
+        assert e.scaled
+        products += len(e.scaled.products)
+        if left := [p for p in ROLES if p not in e.scaled.products and not (p == "weight" and e.frozen)]:
+            parts.add(f"{' and '.join(left)} of {o.operation.name.split('.', 2)[-1]}")
+    but = f"; not {', '.join(sorted(parts))}" if parts else ""
+    return f", {products} products of {len(scaled)} weights in 8 bits with {how.title}{but}"
 
 
 def _describe_sharding(plan: Plan) -> str:

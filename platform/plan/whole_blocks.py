@@ -57,6 +57,7 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
         "its experts' rows, or its attention's pairs, are counted in each pass",
         lambda b: not all(OPERATIONS[o.operation.kind].is_traceable for o in b.operations) or b.attends_pair_by_pair(),
     ),
+    ("its products are in 8 bits", lambda b: any(group.is_scaled for o in b.operations for group in o.groups)),
     ("the kernels of several attentions draw its dropout masks", lambda b: b.drawing_kernels > 1),
 )
 

@@ -20,6 +20,7 @@ from platform.plan.chunks import measure_units
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_factorizations
 from platform.plan.operations.recorder import Recorder
+from platform.plan.plan import base_precision
 from platform.plan.step_collectives import may_compile, resolve_auto_kernels
 from platform.predict.contenders import (
     AXIS,
@@ -81,7 +82,7 @@ class ContenderGrid:
         c = self.space.config
         costs = tuple((cost, self._number_of_layer(name) >= 0) for name, (cost, _) in self._measured_units.items())
         return Circumstances(
-            self.hardware, c.precision, c.model.layers, costs or ((1.0, False),), c.train.global_batch,
+            self.hardware, base_precision(c.precision), c.model.layers, costs or ((1.0, False),), c.train.global_batch,
             count_stored_numbers(c) - (c.optimizer.masters == "split") / 2, c.parallel.overlap,
             may_compile(c.train.compile, "cuda") and c.train.mlp_chunks <= 1,
             device_kind(c) == "cuda", read_bucket_size(c),

@@ -13,7 +13,14 @@ from typing import Any
 from platform.boundary.refusals import ConfigError, closest_values, find_refused_key, format_violation, refuse_all
 from platform.config import fields, layout_rules
 from platform.config.extensions import refuse_exits
-from platform.config.fields import WEIGHTED, Config, distill_settings, training_loss_name, training_objective_name
+from platform.config.fields import (
+    WEIGHTED,
+    Config,
+    choose_quantisation,
+    distill_settings,
+    training_loss_name,
+    training_objective_name,
+)
 from platform.config.key import WORKERS
 from platform.config.layout_rules import can_have_uneven_experts, expert_axis_sizes, list_tensor_axes
 from platform.config.ramps import fix_sequence_length, length_phases, parse_length_ramp
@@ -31,8 +38,10 @@ from platform.plan.layout import find_divisors, find_factorizations, format_coun
 from platform.plan.model_types import NF4_BLOCK, PAIR_LOSSES, LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.operations.registry import Ops
-from platform.plan.plan import Plan
+from platform.plan.operations.scaled_products import describe_other_scales, find_quantisation
+from platform.plan.plan import Plan, base_precision
 from platform.plan.plan_builder import build_plan
+from platform.plan.quantisation import EXACT
 from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_scheme
 from platform.plan.step_collectives import communication
 from platform.predict import choose_schedule
@@ -165,7 +174,7 @@ def _build_kind_plan(
         meshes = [str(m).replace("'", "") for m in islice(_iterate_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also, *others]) from None
-    warnings = (*plan.warnings, *_warnings_of_ring(plan, config.model.dropout))
+    warnings = (*plan.warnings, *_warnings_of_ring(plan, config.model.dropout), *_warnings_of_emulation(plan))
     plan = _mark_special_updates(config, replace(plan, warnings=warnings))
     from platform.predict.step_price import choose_bucket_size  # with numpy
 
@@ -173,7 +182,7 @@ def _build_kind_plan(
     of_optimizer = [optimizers.violations_of_patterns, optimizers.violations_of_splits]
     of_optimizer += [optimizers.violations_of_stored_states]
     checks = [*of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents]
-    checks.append(_violations_of_quantised_weights)
+    checks += [_violations_of_quantised_weights, _violations_of_cut_blocks]
     if not is_placed:  # by a worker of a run, or for another system that is predicted
         checks.append(choose_schedule.violations_of_selective)
     if refused := [line for check in checks for line in check(config, plan)]:
@@ -220,7 +229,8 @@ def _build_unchecked_plan(
         recompute=Recompute(config.recompute, config.recompute_every, config.recompute_offload),
         mlp_chunks=config.train.mlp_chunks,
         scatter_gather=config.pipeline.scatter_gather,
-        precision=config.precision,
+        precision=base_precision(config.precision),
+        quantise=(how, config.quantise.layers, config.quantise.skip) if (how := choose_quantisation(config)) else None,
         zero=config.parallel.zero,
         turns=config.pipeline.kind == "none",
         dropout=config.model.dropout,
@@ -254,6 +264,8 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
         if _places_of_weights(short_plan) != _places_of_weights(plan):
             constraint = f"model.kind={config.model.kind} has other parameters at this length"
             lines.append(format_violation("train.length_ramp", entry, constraint, [[]]))
+        lines += (format_violation("train.length_ramp", entry, line.partition("; ")[0], [[]])
+                  for line in _violations_of_cut_blocks(config, short_plan))  # fmt: skip
         updated = {name: getattr(plan, name) for name in ("matrices", "factored", "stored", "quantised", "bucket_mib")}
         shorter_plans[phase.length] = replace(short_plan, **updated)
     refuse_all(lines)
@@ -320,6 +332,13 @@ def _warnings_of_ring(plan: Plan, dropout: float) -> Iterator[str]:
         yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
 
+def _warnings_of_emulation(plan: Plan) -> Iterator[str]:
+    """Yield a warning for a plan whose products in 8 bits no kernel of the runtime multiplies."""
+    if scale := next((h.scale for o in plan.operations.values() if (h := find_quantisation(o.operation))), ""):
+        if scale in EXACT:
+            yield f"products with a scale for each {scale} are emulated in {plan.precision}, and priced as by kernels"
+
+
 def _violation_of_chunk_count(config: Config, units: int) -> str:
     """Return the refusal line of a plan with more pipeline chunks than its model has `units` (blocks, ...), or ""."""
     stages, chunks = config.pipeline.stages, config.pipeline.chunks
@@ -357,6 +376,23 @@ def _violations_of_quantised_weights(config: Config, plan: Plan) -> Iterator[str
         how = f"is cut by {axes} inside a block" if axes else "is not of whole blocks"
         constraint = f"{cut[0].name}{also} {how} of {NF4_BLOCK} elements with one scale"
         yield format_violation("tune.kind", config.tune.kind, constraint, ["lora"])
+
+
+def _violations_of_cut_blocks(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line for each way in which a plan's products in 8 bits would be other numbers than in one
+    process, with the first of them."""
+    names_by_reason: dict[str, list[str]] = {}
+    for planned in plan.operations.values():
+        for group in planned.groups:
+            for e in group.einsums:
+                if why := describe_other_scales(plan.planner, planned.operation, group, e):
+                    names_by_reason.setdefault(why, []).append(planned.operation.name)
+    for why, names in names_by_reason.items():
+        also = f" and {len(names) - 1} more" if names[1:] else ""
+        legal = ["none"] if any(g.panels for o in plan.operations.values() for g in o.groups) else ["row", "tensor"]
+        yield format_violation(
+            "quantise.scale", config.quantise.scale, f"{why}, in products of {names[0]}{also}", legal
+        )
 
 
 def _violations_of_documents(config: Config, plan: Plan) -> Iterator[str]:

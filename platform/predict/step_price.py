@@ -20,7 +20,7 @@ from platform.optimizer.optimizers import count_stored_numbers
 from platform.plan.accelerators import find_accelerator, nominal_memory
 from platform.plan.chunks import BUCKET_MIB
 from platform.plan.gantt import draw_gantt_svg
-from platform.plan.plan import Plan
+from platform.plan.plan import Plan, base_precision
 from platform.plan.simulate import simulate
 from platform.plan.step_collectives import may_compile
 from platform.predict.bucket_size import choose_bucket_mebibytes
@@ -108,8 +108,8 @@ def read_chosen_hardware(config: Config) -> Hardware | None:
         legal = [*closest_values(name, [AUTO, *names_of_hardware()])[:3], "the path of a FILE.yaml"]
         raise ConfigError(key, name, "there is no such file", legal)
     hardware = read_hardware(name)
-    if config.precision not in hardware.peaks:
-        raise ConfigError(key, name, f"its peaks lack {config.precision}, in which the run computes", [AUTO])
+    if (precision := base_precision(config.precision)) not in hardware.peaks:
+        raise ConfigError(key, name, f"its peaks lack {precision}, in which the run computes", [AUTO])
     return hardware
 
 
@@ -132,7 +132,7 @@ def hardware_of_device(config: Config, device: str, gpu: str) -> Hardware | None
     """Return the hardware of a run's workers: the one of cluster.hardware, or of their `device` (cpu | cuda) and `gpu`;
     None if no file describes it, or its speed in the run's precision."""
     hardware = read_chosen_hardware(config) or (read_hardware("cpu") if device == "cpu" else find_gpu_hardware(gpu))
-    return hardware if hardware and config.precision in hardware.peaks else None
+    return hardware if hardware and base_precision(config.precision) in hardware.peaks else None
 
 
 def choose_bucket_size(config: Config, plan: Plan) -> int:
@@ -163,7 +163,7 @@ def choose_pricing_hardware(config: Config, gpu: str = "") -> Hardware:
     c = config.cluster
     kinds = ["h100", "cpu"] if c.device == "cuda" or c.gpu else ["cpu", "h100"]
     candidates = [find_gpu_hardware(name) for name in (gpu, c.gpu) if name] + [read_hardware(name) for name in kinds]
-    known = [hardware for hardware in candidates if hardware and config.precision in hardware.peaks]
+    known = [hardware for hardware in candidates if hardware and base_precision(config.precision) in hardware.peaks]
     return known[0]
 
 
@@ -189,7 +189,7 @@ def build_step_work(config: Config, plan: Plan, **others: Any) -> StepWork:
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
         compiles=may_compile(config.train.compile, "cuda"),
-        **others,
+        **{"narrow": "fp8" if plan.has_scaled_products else "", **others},
     )
     return step_work(plan, build_model(config.model), execution)
 

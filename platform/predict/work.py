@@ -373,8 +373,10 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tupl
     rebuilt = [_bytes_to_rebuild(plan, operation, g) for g in groups]
     for group in planned.groups:
         shapes = list_group_products(plan.planner, operation, group)
-        forward += shapes
-        backward += [product for a in shapes for product in a.gradient_products[: 1 if group.is_frozen else 2]]
+        forward += [_narrow_if_scaled(plan, group, product, "forward") for product in shapes]
+        gradients = ((p, a.gradient_products[i]) for a in shapes for i, p in enumerate(("input", "weight")))
+        kept = [pair for pair in gradients if pair[0] == "input" or not group.is_frozen]
+        backward += [_narrow_if_scaled(plan, group, product, name) for name, product in kept]
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
@@ -404,6 +406,14 @@ def accesses_to_rebuild(operation: Operation) -> float:
     made_by = operation["made_by"]
     arguments = POINTWISE.get(made_by)
     return (Ops.pointwise.accesses_by_inputs[arguments] if arguments else OPERATIONS[made_by].memory_accesses)[0]
+
+
+def _narrow_if_scaled(plan: Plan, group: EinsumGroup, product: MatrixProduct, name: str) -> MatrixProduct:
+    """Return the work of a product of a group of einsums: narrow if it is in 8 bits, as it is in a plan without."""
+    if not plan.has_scaled_products:
+        return product
+    scaled = group.einsums[0].scaled
+    return product._replace(narrows=scaled is not None and name in scaled.products)
 
 
 def list_group_products(planner: Planner, operation: Operation, group: EinsumGroup) -> list[MatrixProduct]:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from platform.plan.operation_plan import JOINS_GRADIENTS, EinsumGroup
+from platform.plan.operation_plan import JOINS_GRADIENTS, Einsum, EinsumGroup
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import PendingConversion, convert, convert_differentiably, is_absent_block
+from platform.runtime.eight_bits import ScaledEinsums
 from platform.runtime.flat_buffers import AdjacentParameters
 from platform.runtime.products import (
-    Dims,
     RowGroups,
     build_grouped_einsum,
     build_grouped_einsum_starter,
@@ -34,7 +34,7 @@ from platform.runtime.statistics import (
 )
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
-Tensors = Sequence[Tensor | None]
+Tensors = Sequence[Any]  # or None, for one that is no leaf
 
 
 class _Einsums(torch.autograd.Function):
@@ -94,7 +94,8 @@ class _Einsums(torch.autograd.Function):
             ctx.save_for_backward(*saved)
             return tuple(map(x.new_empty, left_out))
         read, *factors = map(widen_dtype, (x, *local)) if group.has_wide_dtype else (x, *local)
-        products = _compute_products(counts, group, read, factors, biases or [None] * len(local))
+        multiply = ScaledEinsums(communicator)
+        products = _compute_products(multiply, counts, group, read, factors, biases or [None] * len(local))
         pairs = zip(products, group.einsums, strict=True)
         leaving = [convert(communicator, y, e.output.forward, owned=True) for y, e in pairs]
         ctx.save_for_backward(*saved)
@@ -132,7 +133,7 @@ class _Einsums(torch.autograd.Function):
                 total = ctx.joined.compute_input_gradient(together, x.shape)
             else:
                 factors = [*map(widen_dtype, operands)] if group.has_wide_dtype else operands
-                total = _compute_gradient_of_x(ctx.counts, group, local, factors)
+                total = _compute_gradient_of_x(ScaledEinsums(communicator), ctx.counts, group, local, factors)
             dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
         if ctx.deferred is None:
             leaf_gradients = compute_leaf_gradients()
@@ -205,7 +206,7 @@ def _compute_operand_gradients(
     """Compute the gradients of a group's operands, then of its biases if there are any, from the local x and the local
     `gradients` of the outputs, and reduce them as planned. Gradients of `leaves` are added to their sums (then None in
     the result); of the others, the `needs_gradient` ones are returned."""
-    count = len(group.einsums)
+    count, multiply = len(group.einsums), ScaledEinsums(communicator)
     pending: list[PendingConversion | None] = []
     read = widen_dtype(x) if group.has_wide_dtype else x
     straight = not any(e.operand.backward for e in group.einsums)
@@ -214,7 +215,7 @@ def _compute_operand_gradients(
         together.add_gradients(partial(_add_expert_weight_gradients, expert_groups, group, leaves, read, gradients))
         pending += [None] * count
     for e, g, w, n in zip(group.einsums[len(pending) :], gradients, leaves, needs_gradient, strict=False):
-        product = partial(_product_function(expert_groups, e.x_dims, e.out_dims, e.dims), read, g, None)
+        product = partial(_find_gradient_function(multiply, expert_groups, e), read, g, None)
         if w is not None and not e.operand.backward:
             compute_and_add_gradient(w, product)
             pending.append(None)
@@ -257,8 +258,11 @@ def compute_einsums(
     communicator, group = operand_conversions.communicator, operand_conversions.group
     if group.panels:
         assert not biases
-        return compute_by_summa(communicator, group, convert_differentiably(communicator, [x], [group.x])[0], operands)
-    if group.is_local and not group.has_wide_dtype and not any(w.is_leaf for w in operands):  # activations
+        start = partial(ScaledEinsums, communicator)
+        x = convert_differentiably(communicator, [x], [group.x])[0]
+        return compute_by_summa(communicator, group, x, operands, start)
+    plain = group.is_local and not (group.has_wide_dtype or group.is_scaled)
+    if plain and not any(w.is_leaf for w in operands):  # activations
         triples = zip(operands, group.einsums, biases or [None] * len(operands), strict=True)  # type: ignore[list-item]
         return [local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, bias) for w, e, bias in triples]
     how = group, deferred, expert_groups, unneeded_shapes, rebuild
@@ -266,28 +270,37 @@ def compute_einsums(
 
 
 def _compute_products(
-    expert_groups: RowGroups | None, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
+    multiply: ScaledEinsums,
+    expert_groups: RowGroups | None,
+    group: EinsumGroup,
+    x: Tensor,
+    operands: Tensors,
+    biases: Tensors,
 ) -> Iterable[Tensor]:
     """Return the products of a group of einsums of x: each computed when it is asked for, of experts' rows in turn."""
     triples = zip(operands, biases, group.einsums, strict=True)
     if expert_groups is None:
-        return (local_einsum_function(e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples)
+        return (multiply.find_function(e, "forward")(x, w, b) for w, b, e in triples)
     started = [
-        build_grouped_einsum_starter(expert_groups, e.x_dims, e.dims, e.out_dims)(x, w, b) for w, b, e in triples
+        build_grouped_einsum_starter(expert_groups, e.x_dims, e.dims, e.out_dims)(
+            *multiply.round_rows(e, "forward", x, w), b
+        )
+        for w, b, e in triples
     ]
     return compute_in_turn(started)
 
 
 def _compute_gradient_of_x(
-    expert_groups: RowGroups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors
+    multiply: ScaledEinsums, expert_groups: RowGroups | None, group: EinsumGroup, gradients: Tensors, operands: Tensors
 ) -> Tensor:
     """Return the gradient of a group's x, the sum of the products of the outputs' `gradients` with the operands."""
     total: Any = None
     started = []
     for g, w, e in zip(gradients, operands, group.einsums, strict=True):
         if expert_groups is None:
-            total = local_einsum_function(e.out_dims, e.dims, e.x_dims)(g, w, into=total)
+            total = multiply.find_function(e, "input")(g, w, into=total)
         else:
+            g, w = multiply.round_rows(e, "input", g, w)
             started.append(build_grouped_einsum_starter(expert_groups, e.out_dims, e.dims, e.x_dims)(g, w, into=total))
             total = started[-1][0]
     compute_in_turn(started)
@@ -310,6 +323,10 @@ def _add_expert_weight_gradients(
     return into
 
 
-def _product_function(expert_groups: RowGroups | None, a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
-    """Return the product function of local tensors with dims `a`, `b` into `out`, of rows by their `expert_groups`."""
-    return local_einsum_function(a, b, out) if expert_groups is None else build_grouped_einsum(expert_groups, a, b, out)
+def _find_gradient_function(
+    multiply: ScaledEinsums, expert_groups: RowGroups | None, e: Einsum
+) -> Callable[..., Tensor]:
+    """Return the function of an einsum's x and the gradient of its result that gives the gradient of its operand."""
+    if expert_groups is None:
+        return multiply.find_function(e, "weight")
+    return build_grouped_einsum(expert_groups, e.x_dims, e.out_dims, e.dims)

@@ -268,6 +268,13 @@ def vectors_of_rows(groups: RowGroups, vectors: Tensor) -> Tensor:
 #     A^TB  dw_t = reduce to its owner of  broadcast(x_t)^T dy
 
 
+class FindsFunctions(Protocol):
+    """Functions that multiply panels of SUMMA, in 8 bits or not."""
+
+    def find_function(self, e: Einsum, product: str) -> Callable[..., Tensor]:
+        """Return the function of a product of the einsum: forward, input (gradient of x), weight (of the operand)."""
+
+
 class _SummaOperand:
     """Operand of a SUMMA product: the `local` block, cut into panels along the contracted dim (at position `dim`),
     which is split over `axes`."""
@@ -340,9 +347,11 @@ class _Summa(torch.autograd.Function):
     of the operands) backward."""
 
     @staticmethod
-    def forward(ctx, communicator, group: EinsumGroup, x: Tensor, *operands: Tensor):
+    def forward(
+        ctx, communicator, group: EinsumGroup, start: Callable[[], FindsFunctions], x: Tensor, *operands: Tensor
+    ):
         """Return the products of x with the operands, summed over panels that their owners broadcast in turn."""
-        ctx.communicator, ctx.group = communicator, group
+        ctx.communicator, ctx.group, ctx.start = communicator, group, start
         local = _convert_summa_operands(communicator, group.einsums, operands)
         kept = (w if e.regathered else moved for w, moved, e in zip(operands, local, group.einsums, strict=True))
         ctx.save_for_backward(x, *kept)
@@ -351,8 +360,8 @@ class _Summa(torch.autograd.Function):
         for _, (xt, *ws) in _iterate_panels(
             _cut_operands_into_panels(communicator, group, x, local), group.panels.count
         ):
-            pairs = zip(group.einsums, ws, strict=True)
-            products = [local_einsum_function(e.x_dims, e.dims, e.out_dims)(xt, w) for e, w in pairs]
+            multiply, pairs = start(), zip(group.einsums, ws, strict=True)
+            products = [multiply.find_function(e, "forward")(xt, w) for e, w in pairs]
             out = [y.add_(p) for y, p in zip(out, products, strict=True)] if out else products
         return tuple(out)
 
@@ -369,17 +378,17 @@ class _Summa(torch.autograd.Function):
         dx, dws = allocate(x), {i: allocate(operands[i]) for i in trained}
         finish = []
         for t, (xt, *ws) in _iterate_panels(splits, group.panels.count):
-            triples = list(zip(group.einsums, gradients, ws, strict=True))
-            parts = [local_einsum_function(e.out_dims, e.dims, e.x_dims)(g, w) for e, g, w in triples]
+            multiply, triples = ctx.start(), list(zip(group.einsums, gradients, ws, strict=True))
+            parts = [multiply.find_function(e, "input")(g, w) for e, g, w in triples]
             finish.append(splits[0].reduce_panel(t, torch.stack(parts).sum(0) if len(parts) > 1 else parts[0], dx))
             for i, dw in dws.items():
                 e, g, _ = triples[i]
-                product = local_einsum_function(e.x_dims, e.out_dims, e.dims)(xt, g)
+                product = multiply.find_function(e, "weight")(xt, g)
                 finish.append(splits[1 + i].reduce_panel(t, product, dw))
         for done in finish:
             done()
         leaving = {i: convert(ctx.communicator, w, group.einsums[i].operand.backward) for i, w in dws.items()}
-        return None, None, dx, *(leaving[i].wait() if i in leaving else None for i in range(len(operands)))
+        return None, None, None, dx, *(leaving[i].wait() if i in leaving else None for i in range(len(operands)))
 
 
 def _convert_summa_operands(communicator: Communicator, einsums: Sequence[Einsum], operands: Blocks) -> Blocks:
@@ -388,9 +397,12 @@ def _convert_summa_operands(communicator: Communicator, einsums: Sequence[Einsum
     return [c.wait() for c in coming]
 
 
-def compute_by_summa(communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Blocks) -> Blocks:
+def compute_by_summa(
+    communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Blocks, start: Callable[[], FindsFunctions]
+) -> Blocks:
     """Compute the outputs of a planned group of einsums by SUMMA, panel by panel of the contracted dim, from the local
-    block of x (already converted) and the operands as stored. Outputs of an absent (empty) x are absent."""
+    block of x (already converted) and the operands as stored. Outputs of an absent (empty) x are absent. `start`: makes
+    the functions of one turn."""
     if is_absent_block(x):
         return [x + w for w in operands]
-    return _Summa.apply(communicator, group, x, *operands)
+    return _Summa.apply(communicator, group, start, x, *operands)

@@ -36,7 +36,7 @@ def _sum_over_ranks(communicator: Communicator, x: Tensor, over: Sequence[str]) 
     return communicator.launch("all_reduce", x, over, owned=True).wait()
 
 
-def _max_over_ranks(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
+def max_over_ranks(communicator: Communicator, x: Tensor, over: Sequence[str]) -> Tensor:
     """Return the all-reduced maximum of x over the ranks along the axes `over`; x may be overwritten."""
     if not over:
         return x
@@ -169,7 +169,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, sink, position, communicator, over):
         """Return the softmax of x over a split dim, merging maxima and sums over the ranks."""
-        top = _max_over_ranks(communicator, widen_dtype(x.amax(position, keepdim=True)), over)
+        top = max_over_ranks(communicator, widen_dtype(x.amax(position, keepdim=True)), over)
         if sink is not None:
             top = torch.maximum(top, widen_dtype(sink))
         e = torch.exp(widen_dtype(x) - top)
@@ -210,7 +210,7 @@ class _SplitMaximum(torch.autograd.Function):
     def forward(ctx, x, positions, communicator, over):
         """Return the maximum of x over split dims, and save each element's share in it."""
         wide = widen_dtype(x)
-        top = _max_over_ranks(communicator, wide.amax(positions, keepdim=True), over)
+        top = max_over_ranks(communicator, wide.amax(positions, keepdim=True), over)
         share = (wide == top).to(wide.dtype)
         share /= _sum_over_ranks(communicator, share.sum(positions, keepdim=True), over)
         ctx.save_for_backward(share)

@@ -23,7 +23,7 @@ from platform.config.fields import LossScaling
 from platform.plan.chunks import common_name
 from platform.plan.gather_order import first_reads_by_span
 from platform.plan.layout import Mesh
-from platform.plan.plan import Plan
+from platform.plan.plan import BASE_PRECISION, Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import is_absent_block
 from platform.runtime.flat_buffers import FlatBucket, join_halves, split_halves
@@ -39,6 +39,7 @@ DTYPES = {
     "bf16": (torch.bfloat16, torch.float32),
     "fp16": (torch.float16, torch.float32),
 }
+DTYPES |= {name: DTYPES[base] for name, base in BASE_PRECISION.items()}
 
 
 _PIECE = 1 << 20  # elements that are swapped at once

@@ -9,6 +9,7 @@ train.stop_at 0 1000000000000
 train.global_batch 1 100000000
 train.microbatch 1 1000000
 train.mlp_chunks 1 1000000
+quantise.block 1 100000
 model.layers 1 1000
 model.d_model 1 1048576
 model.heads 1 65536
@@ -89,7 +90,7 @@ Seed=5 | Seed=5: unknown key | seed
 hardware=h100 | hardware=h100: no key of a run: --hardware h100 | cluster.hardware=h100
 optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
 tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
-precision=fp8 | precision=fp8: unknown | fp64
+precision=fp9 | precision=fp9: unknown | fp8
 recompute=all | recompute=all: unknown | full
 recompute.offload=true | recompute.offload=true: unknown key | recompute_offload
 train.steps.a=1 | train.steps.a=1: unknown key | train.steps

@@ -137,7 +137,7 @@ def test_long_arguments_are_read_in_linear_time(refusal, form):
 
 def test_all_mistakes_at_once(refusal):
     lines = refusal(
-        "train.stepz=1", "seed=-1", "run.dir=~nosuchuser/x", "optimizer.lr=nan", "model=nope", "precision=fp8"
+        "train.stepz=1", "seed=-1", "run.dir=~nosuchuser/x", "optimizer.lr=nan", "model=nope", "precision=fp9"
     )
     for start in (
         "train.stepz=1",
@@ -145,7 +145,7 @@ def test_all_mistakes_at_once(refusal):
         "run.dir=~nosuchuser/x",
         "optimizer.lr=nan",
         "model=nope",
-        "precision=fp8",
+        "precision=fp9",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, lines
 

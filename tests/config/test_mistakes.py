@@ -46,7 +46,7 @@ WRONG = [
     ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: must be two numbers"),
     ("optimizer.warmup_steps=400", "optimizer.warmup_steps=400: must be <= train.steps=300; nearest legal: 300"),
     ("optimizer.schedule=stairs", "optimizer.schedule=stairs: unknown; nearest legal: "),
-    ("precision=fp8", "precision=fp8: unknown; nearest legal: "),
+    ("precision=fp9", "precision=fp9: unknown; nearest legal: "),
     ("loss_scale.backoff=1", "loss_scale.backoff=1.0: must be > 0 and < 1"),
     ("loss_scale.initial=0.5", "loss_scale.least=1.0: must be <= loss_scale.initial=0.5; nearest legal: 0.5"),
     ("recompute=some", "recompute=some: unknown; nearest legal: "),
@@ -140,7 +140,7 @@ def test_an_unknown_experiment(name, near):
 
 
 def test_all_mistakes_at_once():
-    wrong = ["train.stepz=1", "model=nope", "optimizer.lr=fast", "~seed.x", "train.steps=-3", "precision=fp8"]
+    wrong = ["train.stepz=1", "model=nope", "optimizer.lr=fast", "~seed.x", "train.steps=-3", "precision=fp9"]
     assert [line.split("=")[0].split(":")[0] for line in mistakes(*wrong)] == [
         "train.stepz",
         "model",

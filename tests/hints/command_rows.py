@@ -182,7 +182,7 @@ generate --out={text}
 generate tensor=1d tensor.axes.q=2
 generate tensor=1d tensor.axes.t=3
 generate tensor.axes.t=0
-generate precision=fp8
+generate precision=fp9
 generate cluster=slurm
 generate parallel.data=0
 generate parallel.zero=7
@@ -204,6 +204,9 @@ plan optimizer=muon optimizer.matrices=nothing
 plan optimizer=muon optimizer.matrices=.*bias tensor=3d tensor.axes.y=2 tensor.axes.z=2 tensor.vectors=diagonal
 plan optimizer=muon optimizer.moments=int8
 plan precision=fp32 optimizer.masters=split
+plan precision=fp8 train.mlp_chunks=2
+plan precision=mxfp8 quantise.powers=off
+plan precision=fp8 tensor=1d tensor.axes.t=4
 plan optimizer=muon precision=bf16 optimizer.masters=split
 plan optimizer.moments=int8 tensor=1d tensor.axes.t=4
 plan train.ramp_samples=8

@@ -5,6 +5,6 @@ A recorder lists the operations of a model, and refuses the ones with tensors th
 operation computes by functions of its own. To be metered it is given stand-ins for tensors, of which a ledger counts
 the bytes, and a tape runs its backward pass.
 
-Its files in reading order: op, registry, recorder, einsums, adapted, attention, fused_attention, pointwise, recurrence,
-delta_rule, reshaping, lookup, experts, loss_operations.
+Its files in reading order: op, registry, recorder, einsums, scaled_products, adapted, attention, fused_attention,
+pointwise, recurrence, delta_rule, reshaping, lookup, experts, loss_operations.
 """

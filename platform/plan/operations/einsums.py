@@ -22,6 +22,7 @@ from platform.plan.operation_plan import (
 )
 from platform.plan.operations.adapted import add_products_of_adapters
 from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, global_extents
+from platform.plan.operations.scaled_products import keep_blocks, list_maxima, plan_scaled_products
 from platform.plan.planner import Planner
 from platform.plan.rule import Contraction, Conversion
 from platform.plan.scheme import ModelMistake
@@ -47,11 +48,11 @@ class _Products(Op):
             if isinstance(operand, Parameter):
                 enter_operand = planner.parameter_conversion(operation, operand, enter_operand)
             again = regathers or lends
-            einsum = Einsum(
-                index, x.dims, operand.dims, out.dims, enter_operand, c.output, again, planner.is_frozen(operand)
-            )
+            scaled = plan_scaled_products(planner, operation, operand, out, c.compute)
+            frozen = planner.is_frozen(operand)
+            einsum = Einsum(index, x.dims, operand.dims, out.dims, enter_operand, c.output, again, frozen, scaled)
             grouped.setdefault((c.inputs[0], c.compute.restrict_dims(x.dims), out.dtype), []).append((einsum, c))
-        groups, collectives = [], []
+        groups, collectives, maxima = [], [], list[Collective]()
         for (enter_x, *_), entries in grouped.items():
             einsums = tuple(einsum for einsum, _ in entries)
             group = EinsumGroup(enter_x, einsums, regathered=regathers and not all(e.frozen for e in einsums))
@@ -59,16 +60,16 @@ class _Products(Op):
                 group = _split_into_panels(group, planner.mesh) or group
             groups.append(group)
             collectives += _group_collectives(planner, group, entries[0][1].compute.only)
+            maxima += list_maxima(planner, operation, group, [c.compute for _, c in entries])
         contractions = [c for entries in grouped.values() for _, c in entries]
         axes = tuple(dict.fromkeys(a for c in contractions for a in c.axes))
         only = tuple(a for a in contractions[0].compute.only if all(a in c.compute.only for c in contractions))
         everywhere = not only and not any(planner.layout(out).only for out in operation.outputs)
         once = operation.once and everywhere and not any(group.panels or group.has_wide_dtype for group in groups)
         converted = [c for group in groups for e in group.einsums for c in planner.collectives_of_conversion(e.output)]
-        moves = tuple(c for c in converted if c.phase == "forward" and once)
-        return PlannedOperation(
-            operation, tuple(collectives), groups=tuple(groups), compute_axes=axes, only=only, once=once, results=moves
-        )
+        moves = tuple(c for c in (*converted, *maxima) if c.phase == "forward" and once)
+        planned = (*collectives, *maxima), tuple(groups)
+        return PlannedOperation(operation, *planned, compute_axes=axes, only=only, once=once, results=moves)
 
     def parameter_compute_axes(self, planner, operation) -> list[Sequence[str]]:
         """Return, for each parameter among the operands, the mesh axes that split its einsum's iteration space."""
@@ -188,7 +189,8 @@ def _split_into_panels(group: EinsumGroup, mesh: Mesh) -> EinsumGroup | None:
         axes = operands[0][1]
         if all(gathered_axes == axes for _, gathered_axes in operands) and (x_axes or axes):
             count = lcm(mesh.count_ranks(x_axes), mesh.count_ranks(axes))
-            einsums = (replace(e, operand=c) for e, (c, _) in zip(group.einsums, operands, strict=True))
+            triples = zip(group.einsums, operands, map(keep_blocks, group.einsums), strict=True)
+            einsums = (replace(e, operand=c, scaled=scaled) for e, (c, _), scaled in triples)
             return EinsumGroup(x, tuple(einsums), Panels(dim, x_axes, axes, count))
     return None
 
@@ -257,7 +259,8 @@ def meter_converted_group(
 
     def meter_operand_gradients(held: tuple) -> Gradients:
         """Count the memory of the gradients of operands and biases, in place where possible."""
-        multiple = ops.new(width) if scaled else _meter_cast(ops, group, held[0], width)  # noqa: F841  (until all is reduced)
+        cast = ops.new(width) if scaled else _meter_cast(ops, group, held[0], width)
+        read = cast, _meter_scaled_operands(ops, group, [width, *lengths])  # noqa: F841  (until all is reduced)
         # all gradients are there until the first is reduced, but for sums in place
         stays = [not e.operand.backward and ops.adds_in_place(k) for k, e in zip(keys, einsums, strict=False)]
         products = [None if s else _meter_operand_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
@@ -275,15 +278,15 @@ def meter_converted_group(
         local = [ops.relayout_backward(g, n, e.output) for g, n, e in zip(gs, lengths, einsums, strict=True)]
         local = [ops.new(n) if g and g.permuted else g for g, n in zip(local, lengths, strict=True)]
         stored = [Value(w, n, key) for w, n, key in zip(saved[1:], widths[1:], keys, strict=False)]
-        regathered_operands, x = (
-            ops.operands(use, group, stored, back=True),
-            rebuild.allocate() if rebuild else saved[0],
-        )
+        regathered_operands = ops.operands(use, group, stored, back=True)
+        x = rebuild.allocate() if rebuild else saved[0]
         x = ops.relayout_forward(Value(x, widths[0]), group.x).storage if group.regathered else x
         ops.ahead.start_next_gathers(use, in_backward=True)
         if joined and (ops.wholly or JOINS_GRADIENTS.get(ops.device, True)):  # read until the pass is done
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
-        x_gradient = _meter_operand_gradient(ops, group, width)  # until it is reduced, after the operands' gradients
+        x_gradient = _meter_operand_gradient(
+            ops, group, width, [*lengths, *sizes]
+        )  # until it is reduced, after the operands' gradients
         dx = ops.relayout_backward(x_gradient, width, group.x)
         if deferred is None:
             return [dx, *(meter_operand_gradients((x, local)) if trains else (None for _ in keys))]
@@ -307,6 +310,7 @@ def _list_saved_storages(group: EinsumGroup, stored: Sequence[Value], converted:
 def _meter_einsum_results(ops, planned, group: EinsumGroup, read: Sequence[Value], joined: bool) -> list[Value]:
     """Count the results of an einsum group, and the products that are converted to them, of which operands are read."""
     cast = [_meter_cast(ops, group, v.storage, v.elements) for v in read]  # noqa: F841  (until the products are converted)
+    in_bits = _meter_scaled_operands(ops, group, [v.elements for v in read])  # noqa: F841
     products = _meter_products(ops, planned, group, joined)
     return [ops.relayout_forward(y, e.output) for y, e in zip(products, group.einsums, strict=True)]
 
@@ -316,9 +320,22 @@ def _meter_cast(ops, group: EinsumGroup, operand: MeteredStorage | None, element
     return ops.widened(operand, elements) if group.has_wide_dtype else operand
 
 
-def _meter_operand_gradient(ops, group: EinsumGroup, elements: int) -> MeteredStorage:
-    """Count the gradient of an operand of an einsum group, and what it is cast from while that is there."""
-    product = _meter_cast(ops, group, None, elements)  # noqa: F841
+def _meter_scaled_operands(ops, group: EinsumGroup, sizes: Sequence[int]) -> list[MeteredStorage]:
+    """Count the operands of a group's products in 8 bits, of so many elements, each first as numbers to be scaled in
+    the type of statistics. The largest two are numbers again at a time."""
+    if not group.is_scaled:
+        return []
+    held = []
+    for n in sizes:
+        scratch = ops.new(n), ops.new(n, ops.wide)
+        held.append(ops.new(n, 1))
+        del scratch
+    return [*held, *(ops.new(n) for n in sorted(sizes)[-2:])]
+
+
+def _meter_operand_gradient(ops, group: EinsumGroup, elements: int, scaled: Sequence[int] = ()) -> MeteredStorage:
+    """Count the gradient of an operand of an einsum group, whose factors, of such sizes, are `scaled` to 8 bits."""
+    product = _meter_cast(ops, group, None, elements), _meter_scaled_operands(ops, group, scaled)  # noqa: F841
     return ops.new(elements)
 
 

@@ -1,0 +1,262 @@
+"""Products in 8 bits under every plan: equal to one process that quantises the same numbers, in fp64; what a layout
+would make another number is refused; and the negative controls of scales and maxima."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from platform.boundary.refusals import ConfigError
+from platform.plan.plan_check import find_unsoundness
+from platform.plan.plan_data import decode_plan, encode_plan
+from platform.predict import make_plan as planning
+from platform.predict.make_plan import make_plan
+from platform.runtime import eight_bits
+from tests.harness.oracle import MODELS, assemble, check_bytes, compare, configure, run
+from tests.harness.replay import replay
+
+full = pytest.mark.full
+BLOCK = 8
+ONE_STEP = {"layers": 1}
+PLANS: dict[str, dict[str, Any]] = {
+    "1d": {"tensor": "1d", "axes": {"t": 2}},
+    "1d_sp": {"tensor": "1d_sp", "axes": {"t": 2}, "data": 2, "microbatch": 2, "zero": 2},
+    "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
+    "2d_gather": {"tensor": "2d_gather", "axes": {"r": 2, "c": 2}},
+    "2p5d": {"tensor": "2p5d", "axes": {"d": 2, "r": 2, "c": 2}},
+    "3d_literal": {"tensor": "3d_literal", "axes": {"x": 2, "y": 2, "z": 2}},
+    "3d": {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}},
+    "zero 3": {"data": 2, "microbatch": 2, "zero": 3},
+    "3d, zero 3": {"tensor": "3d", "axes": {"x": 2, "z": 2}, "data": 2, "microbatch": 2, "zero": 3},
+    "contexts": {"context": 2, "data": 2, "microbatch": 2, "zero": 3, "length": 32},
+    "ring": {"context": 2, "context_kind": "ring", "length": 32},
+    "stages": {"pipeline": "zb_h1", "stages": 2, "microbatch": 2, "layers": 2},
+    "interleaved": {"pipeline": "interleaved", "stages": 2, "chunks": 2, "microbatch": 2, "layers": 4},
+    "recomputed": {"tensor": "1d_sp", "axes": {"t": 2}, "recompute": "full"},
+    "gathered again": {"tensor": "3d", "axes": {"y": 2, "z": 2}, "gathered": "again"},
+    "sub-grids": {"branch": "dsp", "branch_axes": {"g": 2}, "tensor": "1d", "axes": {"t": 2}},
+}
+SUMMA = ("2d", "2p5d")  # whose panels have no maximum of a row or a tensor
+FEW = {("1d_sp", "block"), ("3d", "block"), ("stages", "row"), ("2d", "block"), ("1d", "tensor"), ("ring", "mx")}
+SCALES = ("block", "mx", "row", "tensor")
+
+
+def configured(scale: str, model: str = "llama", block: int = BLOCK, **how: Any):
+    """A small model of whole blocks, whose products are in 8 bits."""
+    c = configure(**{"layers": 1, "d_model": 64, **MODELS[model], "d_ff": 128, **how})
+    c.quantise.scale, c.quantise.block = scale, block
+    if model == "experts":
+        c.model.expert_d_ff = 64
+    return c
+
+
+def one_process(c):
+    """The same microbatches in one process."""
+    alone = configure(global_batch=c.train.global_batch, microbatch=c.train.microbatch * c.parallel.data)
+    alone.model, alone.optimizer, alone.seed, alone.quantise, alone.tune = (
+        c.model, c.optimizer, c.seed, c.quantise, c.tune,
+    )  # fmt: skip
+    return run(alone)[1][0]
+
+
+@pytest.fixture(autouse=True)
+def small_mx(monkeypatch):
+    """MX in blocks as small as the model is."""
+    from platform.config import fields
+
+    monkeypatch.setattr(fields, "MX_BLOCK", BLOCK)
+
+
+def scaled_products(plan) -> list[Any]:
+    return [e.scaled for o in plan.operations.values() for g in o.groups for e in g.einsums if e.scaled]
+
+
+def count_flips(c, plan, ranks) -> int:
+    """How many numbers of the weights, quantised, differ from those of one process after the last step."""
+    expected = one_process(c).final
+    flips = 0
+    for name, found in assemble(plan, ranks, lambda r: r.final).items():
+        if found.dim() > 1:
+            tile = c.quantise.block if c.quantise.scale == "block" else 0
+            pair = [x[tuple(map(slice, found.shape))].flatten(1).double() for x in (found, expected[name])]
+            codes = [eight_bits.quantise_matrices(x, (tile, tile), "e4m3", True).values.view(torch.uint8) for x in pair]
+            flips += int((codes[0] != codes[1]).sum())
+    return flips
+
+
+CASES = [(p, s) for p in PLANS for s in SCALES if p not in SUMMA or s in ("block", "mx")]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [case if case in FEW else pytest.param(*case, marks=full) for case in CASES]
+)
+def test_equal_to_one_process(name, scale):
+    """Loss, gradients, two updates, counted bytes: 1e-10; and no number flips."""
+    c = configured(scale, **PLANS[name])
+    plan, ranks = run(c)
+    compare(c, plan, ranks, one_process(c))
+    check_bytes(plan, ranks)
+    assert replay([r.log for r in ranks]) is None
+    assert not find_unsoundness(plan)
+    assert count_flips(c, plan, ranks) == 0
+    assert decode_plan(encode_plan(plan)) == plan
+    assert any(x.maxima for x in scaled_products(plan)) == (
+        scale in ("row", "tensor") and plan.mesh.world_size > plan.num_stages
+    )
+
+
+EXPERTS = {"model": "experts", "layers": 1}
+SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "slots of experts": ("block", {**EXPERTS, "data": 2, "experts_of": 2, "microbatch": 2, "capacity_factor": 2.0}),
+    "experts, 1d": ("row", {**EXPERTS, "tensor": "1d", "axes": {"t": 2}, "capacity_factor": 2.0}),
+    "rows of experts": ("block", {**EXPERTS, "data": 2, "experts_of": 2, "microbatch": 2, "capacity_factor": 0.0}),
+    "rows, tensor": ("tensor", {**EXPERTS, "data": 2, "experts_of": 2, "microbatch": 2, "capacity_factor": 0.0}),
+    "gpt": ("block", {"model": "gpt", "tensor": "1d_sp", "axes": {"t": 2}}),
+    "latent": ("row", {"model": "latent", "tensor": "1d", "axes": {"t": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "rows of experts" else pytest.param(n, marks=full) for n in SPECIAL])
+def test_special_ones_too(name):
+    scale, how = SPECIAL[name]
+    c = configured(scale, **how)
+    plan, ranks = run(c)
+    compare(c, plan, ranks, one_process(c))
+    check_bytes(plan, ranks)
+    assert not find_unsoundness(plan)
+
+
+def test_what_stays_as_it_is():
+    """Embedding, head, router; gradients of weights of rows of experts, which begin no block with each expert."""
+    c = configured("block", model="experts", capacity_factor=0.0)
+    plan = make_plan(c)
+    products = [o for o in plan.operations.values() if o.groups]
+    scaled = {o.operation.name: [e.scaled for g in o.groups for e in g.einsums] for o in products}
+    in_bits = {name.partition(".")[2].partition(".")[2] for name, each in scaled.items() if all(each)}
+    assert "router" in str([*scaled]) and "router" not in str(in_bits) and "head" not in str(in_bits)
+    assert {"query", "output"} <= {name.rpartition(".")[2] for name in in_bits}
+    rows = [s for name, each in scaled.items() if "experts" in name for s in each]
+    assert rows and all(s.products == ("forward", "input") for s in rows)
+    queries = [s for name, each in scaled.items() if "attention.q" in name for s in each]
+    assert queries and all(s.products == ("forward", "input", "weight") for s in queries)
+    c.quantise.skip = ["*.attention.*"]
+    skipped = {n for n, o in make_plan(c).operations.items() if any(e.scaled for g in o.groups for e in g.einsums)}
+    assert skipped and not any("attention" in name for _, name in skipped)
+
+
+CUT: dict[str, tuple[dict[str, Any], str]] = {
+    "features": ({"tensor": "1d", "axes": {"t": 2}, "d_ff": 72}, "d_ff=72 is cut by t inside a block of 8"),
+    "heads": ({"tensor": "1d", "axes": {"t": 4}, "d_model": 48}, "heads=8 is cut by t inside a block of 8"),
+    "tokens": ({"context": 2}, "length=16 is cut by context inside a block of 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_block_is_never_cut(name):
+    """Such a plan is refused, found unsound, and would be another model: a negative control."""
+    how, words = CUT[name]
+    c = configured("block", model="gpt", **how)
+    c.model.d_ff = how.get("d_ff", 128)
+    with pytest.raises(ConfigError) as refused:
+        make_plan(c)
+    assert words in str(refused.value) and "nearest legal: row" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["features"])
+def test_a_cut_block_is_another_model(name, monkeypatch):
+    monkeypatch.setattr(planning, "describe_other_scales", lambda *_: "")
+    c = configured("block", model="gpt", **CUT[name][0])
+    c.model.d_ff, c.quantise.powers = 72, "off"  # a power of two changes but the smallest numbers
+    plan, ranks = run(c)
+    assert "inside a block of 8" in str(find_unsoundness(plan))
+    with pytest.raises(AssertionError, match="gradient"):
+        compare(c, plan, ranks, one_process(c))
+
+
+def test_a_neighbours_scale_is_found(monkeypatch):
+    """The negative control: on one rank, of one product, the scales of other blocks."""
+    c = configured("block", **PLANS["1d"])
+    expected, real = one_process(c), eight_bits.quantise_matrices
+
+    def exchange(x, tile, form, powers, maxima=None):
+        scaled = real(x, tile, form, powers, maxima)
+        if tile == (BLOCK, BLOCK) and x.shape[-2:] == (64, 64):
+            return scaled._replace(scales=scaled.scales.roll(1, -1))
+        return scaled
+
+    monkeypatch.setattr(eight_bits, "quantise_matrices", exchange)
+    plan, ranks = run(c)
+    with pytest.raises(AssertionError, match="gradient"):
+        compare(c, plan, ranks, expected)
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_the_maximum_of_one_rank_is_found(scale, monkeypatch):
+    """The negative control: each rank scales by its own maxima."""
+    c = configured(scale, **PLANS["1d"])
+    expected = one_process(c)
+    monkeypatch.setattr(eight_bits, "max_over_ranks", lambda communicator, x, over: x)
+    plan, ranks = run(c)
+    with pytest.raises(AssertionError, match=r"gradient|replicas"):
+        compare(c, plan, ranks, expected)
+    with pytest.raises(AssertionError, match="bytes moved"):
+        check_bytes(plan, ranks)
+
+
+def test_a_maximum_that_is_not_planned_is_unsound():
+    plan = make_plan(configured("row", **PLANS["1d"]))
+
+    def without_maxima(o):
+        groups = [
+            replace(g, einsums=tuple(replace(e, scaled=e.scaled and replace(e.scaled, maxima=())) for e in g.einsums))
+            for g in o.groups
+        ]
+        return replace(o, groups=tuple(groups))
+
+    chunks = [replace(c, operations={k: without_maxima(o) for k, o in c.operations.items()}) for c in plan.chunks]
+    assert "has one scale over t" in str(find_unsoundness(replace(plan, chunks=tuple(chunks))))
+
+
+def test_another_number_is_another_model():
+    """8 bits are seen: the loss is not that of 64, nor is one scale's another's."""
+    losses = {}
+    for scale in ("none", *SCALES):
+        c = configured(scale, **ONE_STEP)
+        c.quantise.powers = "auto" if scale == "mx" else "off"
+        losses[scale] = one_process(c).loss
+    assert len(set(losses.values())) == len(losses)
+    assert all(abs(loss - losses["none"]) < 0.01 * losses["none"] for loss in losses.values())
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
+def test_the_words_of_precision(precision):
+    """bf16, with blocks or MX; and equal numbers in all that is not in 8 bits."""
+    c = configured("auto", precision=precision)
+    plan = make_plan(c)
+    (how,) = {s.how for s in scaled_products(plan)}
+    assert plan.precision == "bf16" and how.powers
+    assert (how.scale, how.block) == (("block", BLOCK) if precision == "fp8" else ("mx", BLOCK))
+    c.precision, c.quantise.scale = "bf16", how.scale
+    assert make_plan(c) == plan
+    c.quantise.scale = "none"
+    assert not scaled_products(make_plan(c))
+
+
+@full
+@pytest.mark.parametrize("name", ["1d", "1d_sp", "3d", "zero 3"])
+def test_bf16_runs_differ_little_more_than_without(name):
+    """In bf16, where sums round by layout: the gap to one process at most twice the same plan's gap without 8 bits."""
+    gaps = {}
+    for scale in ("none", "block", "row"):
+        c = configured(scale, **PLANS[name], precision="bf16")
+        alone = configured(scale, precision="bf16")
+        alone.train.microbatch, alone.train.global_batch = c.train.microbatch * c.parallel.data, c.train.global_batch
+        plan, ranks = run(c)
+        expected = run(alone)[1][0]
+        found = assemble(plan, ranks, lambda r: r.final)
+        gap = sum((x - expected.final[n][tuple(map(slice, x.shape))].double()).square().sum() for n, x in found.items())
+        gaps[scale] = float(gap.sqrt())
+    assert gaps["block"] <= 2 * gaps["none"] and gaps["row"] <= 2 * gaps["none"], gaps
