@@ -667,6 +667,7 @@ class Train:
     spike: float = key(0.0, "a loss above this factor times the median of the last 32 is a spike; 0 = never", ">= 0")
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
+    compile_collectives: bool = key(False, "compile blocks whole though collectives of tensor axes lie in them")
     ahead: str = key(
         "auto",
         "launch a step's passes before the numbers of the step before are read, so that a device never waits for its"

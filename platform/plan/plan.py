@@ -66,6 +66,7 @@ class Plan:
     `adapters`: by the name of what they adapt; their matrices are among `parameters`.
     `quantised`: names of frozen parameters that ranks keep in 4 bits, and have as numbers while a span reads them.
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
+    `compiles_collectives`: blocks are compiled whole though collectives lie in them.
     `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     `shorter`: plans of steps with shorter sequences (train.length_ramp), by length: the same ranks hold the same
@@ -91,6 +92,7 @@ class Plan:
     scatter_gather: bool = True
     recompute: Recompute = NO_RECOMPUTATION
     mlp_chunks: int = 1
+    compiles_collectives: bool = False
     bucket_mib: int = BUCKET_MIB
     warnings: tuple[str, ...] = ()
     adapters: Mapping[str, Adapter] = field(default_factory=dict)

@@ -49,7 +49,7 @@ _WORDS = {part: word for word, part in _CLASSES.items()}
 _FIELDS = {part: [f.name for f in fields(part) if f.init and f.compare] for part in _WORDS}
 # Fields that plans got later: left out where they say what plans without them did, which so keep their digests.
 _LATER: dict[type, dict[str, Any]] = {
-    Plan: {"stored": WIDE_STATES, "adapters": {}, "quantised": ()},
+    Plan: {"stored": WIDE_STATES, "adapters": {}, "quantised": (), "compiles_collectives": False},
     Planner: {"frozen": ()},
     Scheme: {"diagonal": ()},
     Spec: {"place": None},

@@ -9,12 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from platform.plan.layout import Mesh
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.fused_attention import hides_most
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
+from platform.plan.rule import RelayoutStep
 
 OUTSIDE = ("stage", "data", "zero")  # mesh axes whose collectives lie between blocks
+
+
+def may_hold_collectives(mesh: Mesh) -> bool:
+    """Return True if collectives may lie inside of blocks: along an axis of a mesh that splits more than the batch."""
+    return any(n > 1 for axis, n in mesh.axes.items() if axis not in OUTSIDE)
 
 
 class _Block(NamedTuple):
@@ -31,6 +38,17 @@ class _Block(NamedTuple):
         """Return the number of attentions in the block whose kernel draws dropout masks itself."""
         return bool(self.dropout) * sum(OPERATIONS[o.operation.kind].chooses_kernel for o in self.operations)
 
+    def gathers_weights(self) -> bool:
+        """Return True if an operation converts weights where it reads them, which are gathered one product ahead."""
+        groups = [group for o in self.operations for group in o.groups]
+        if any(group.panels or any(e.operand.forward for e in group.einsums) for group in groups):
+            return True
+        return any(c.forward for o in self.operations for c in o.conversions[: len(o.operation.parameters)])
+
+    def is_absent_somewhere(self) -> bool:
+        """Return True if ranks of a sub-grid alone compute an operation of the block."""
+        return any(o.only or step.only for o in self.operations for step in _list_steps(o))
+
     def attends_pair_by_pair(self) -> bool:
         """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
         return any(
@@ -45,12 +63,27 @@ class _Block(NamedTuple):
         return dict(zip(query.dims, self.plan.local_shape(query), strict=True)).get("length", 0)
 
 
+def _list_steps(planned: PlannedOperation) -> list[RelayoutStep]:
+    """Return all steps of an operation's conversions, forward and backward."""
+    of_groups = [c for g in planned.groups for c in (g.x, *(c for e in g.einsums for c in (e.operand, e.output)))]
+    return [step for c in (*planned.conversions, *of_groups) for step in (*c.forward, *c.backward)]
+
+
 # why a block is not compiled as one function, and of which block that holds; the first is told
 _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
     (
-        "collectives of tensor axes lie in it",
-        lambda b: any(n > 1 for axis, n in b.plan.mesh.axes.items() if axis not in OUTSIDE),
+        "collectives lie in it (train.compile_collectives)",
+        lambda b: not b.plan.compiles_collectives and may_hold_collectives(b.plan.mesh),
     ),
+    (
+        "replicas reduce gradients beside its collectives, or its axes are not t and context",
+        lambda b: (
+            may_hold_collectives(b.plan.mesh)
+            and any(n > 1 for axis, n in b.plan.mesh.axes.items() if axis not in ("stage", "t", "context"))
+        ),
+    ),
+    ("its weights are gathered one product ahead", _Block.gathers_weights),
+    ("ranks of a sub-grid alone compute a part of it", _Block.is_absent_somewhere),
     ("recompute=selective runs its attention again", lambda b: b.plan.recompute.kind == "selective"),
     ("train.mlp_chunks computes its rows in parts", lambda b: b.plan.mlp_chunks > 1),
     (

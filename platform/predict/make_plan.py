@@ -228,6 +228,7 @@ def _build_unchecked_plan(
         stage_of=stage_of,
         recompute=Recompute(config.recompute, config.recompute_every, config.recompute_offload),
         mlp_chunks=config.train.mlp_chunks,
+        compiles_collectives=config.train.compile_collectives,
         scatter_gather=config.pipeline.scatter_gather,
         precision=base_precision(config.precision),
         quantise=(how, config.quantise.layers, config.quantise.skip) if (how := choose_quantisation(config)) else None,

@@ -259,6 +259,8 @@ class Communicator(ABC):
         self.clock = SectionClock()
         self.log: list[Launch] | None = None
         self.lent: dict[str, Lent] = {}
+        # what launches collectives instead, while a block is traced
+        self.traced_launch: Callable[..., ArrivedCollective] | None = None
         self._aborting, self._aborted = threading.Lock(), False
         self._number = next(_NUMBERS)
         COMMUNICATORS[self._number] = self
@@ -300,6 +302,9 @@ class Communicator(ABC):
             cut = tuple([p.room, *p.extents] if p else [] for p in (parts, joined_parts))
             where = "+".join(axes), self.mesh.count_ranks(axes)
             return ArrivedCollective(run_traced_collective(x, self._number, op, *where, dim, joined, reduce, *cut))
+        if self.traced_launch:
+            how: Any = {"reduce": reduce, "root": root, "parts": parts, "joined_parts": joined_parts}
+            return self.traced_launch(op, x, axes, dim, joined, **how)
         axes = self.mesh.order_axes(axes)
         group = self.mesh.group_of_rank(self.rank, axes)
         n = len(group)

@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from platform.plan.model_types import AUTO
 from platform.plan.step_collectives import may_compile
 from platform.runtime.progress import PROGRESS
+from platform.runtime.traced_collectives import launch_collectives_of, launches_collectives
 
 BACKEND = "inductor"
 MOST_GRAPHS = 64  # of one region: shapes, with and without gradients; further ones run eagerly
@@ -70,10 +71,11 @@ def compile_region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if compiled_function := known.get(signature):
             return compiled_function(*arguments)
         with _LOCK, PROGRESS.mark_preparing(f"compile {function.__name__}"):
-            compiled_function = build(arguments)
-            out = compiled_function(*arguments)
+            with launch_collectives_of(None):
+                compiled_function = build(arguments)
+            out = None if traced else compiled_function(*arguments)  # which compiles it
         known[signature] = compiled_function
-        return out
+        return compiled_function(*arguments) if traced else out  # whose collectives wait for others that compile
 
     return run_compiled
 
@@ -101,7 +103,10 @@ def _compile_graph(function: TracedFunction, arguments: Sequence[Tensor]) -> Cal
         return kernels[-1]
 
     # a graph is looked up by the shapes and strides of its arguments, so it need not check them in each call
-    with import_module("torch._inductor").config.patch(size_asserts=False):
+    settings = {"size_asserts": False}
+    if launches_collectives(function.graph):  # as early as in the graph, and waits as late
+        settings |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    with import_module("torch._inductor").config.patch(settings):
         compiled_function = fx.compile_fx(function.graph, list(arguments), inner_compile=keep_kernels)
     signatures = [_compilation_key_of_argument(x) for x in compiled_function(*arguments)]
     if signatures != [_compilation_key_of_argument(x) for x in kernels[-1](list(arguments))]:

@@ -1,11 +1,12 @@
-"""Blocks of a model in which no collective lies, each compiled as two functions, its forward and its backward pass:
-they are traced once, and torch.compile makes each of few kernels, with no graph of autograd between them. A schedule
-that takes weight gradients apart gets the backward pass as two functions."""
+"""Blocks of a model, each compiled as two functions, its forward and its backward pass: they are traced once, and
+torch.compile makes each of few kernels, with no graph of autograd between them. A schedule that takes weight gradients
+apart gets the backward pass as two functions."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -19,10 +20,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import TracedFunction
 from platform.runtime.einsum import Deferred
-from platform.runtime.flat_buffers import FlatBucket, add_gradients_together, find_bucket_of_copies
+from platform.runtime.flat_buffers import (
+    FlatBucket,
+    TracedGradients,
+    add_gradients_together,
+    find_bucket_of_copies,
+    find_bucket_of_leaf,
+)
 from platform.runtime.residual import Region
+from platform.runtime.traced_collectives import CollectiveTrace, launch_collectives_of
 
 # autograd's thread, whose first kernels are a compiled backward pass's, has no context when it comes to a product
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
@@ -52,6 +61,22 @@ class BlockFunctions:
         """Return the block's backward pass with products of weight gradients apart; None if there are none."""
         return _take_weight_gradients_apart(self.backward.graph, self.count)
 
+    @cached_property
+    def again(self) -> TracedFunction:
+        """Return the block's forward pass as it is recomputed: intermediate results alone, and what they need."""
+        graph = deepcopy(self.forward.graph)
+        output: Any = graph.graph.output_node()
+        output.args = (tuple(output.args[0][1:]),)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return TracedFunction(graph, "block_forward_again")
+
+    @cached_property
+    def output_shape(self) -> torch.Size:
+        """Return the shape of the block's output activation."""
+        output: Any = self.forward.graph.graph.output_node()
+        return output.args[0][0].meta["val"].shape
+
 
 class BackwardParts(NamedTuple):
     """Backward pass of a block in two functions. `input_gradients(*arguments)`, of the arguments of the whole one,
@@ -75,13 +100,22 @@ class CompiledBlock:
     tensors: Sequence[Tensor]
     homes: Sequence[Home | None]
     reads: Sequence[tuple] = ()
+    communicator: Communicator | None = None
+    is_recomputed: bool = False  # a pass with gradients is the second one, whose output no gradient needs
     _destinations: dict[tuple[int, ...], Sequence[Destination]] = field(default_factory=dict)
 
     def __call__(self, region: Region, deferred: Deferred | None, *arguments: Tensor | None) -> Tensor:
         """Return the block's output activation; gradients of its weights are left to `deferred` if that is a list."""
         if torch.is_grad_enabled():
             return _Block.apply(self, region, deferred, *arguments)
-        return region(self.functions.forward)(*filter(_is_tensor, arguments), *self.tensors)[0]
+        return self.call(region, self.functions.forward, *filter(_is_tensor, arguments), *self.tensors)[0]
+
+    def call(self, region: Region, function: TracedFunction, *tensors: Tensor | None) -> Any:
+        """Call one of the block's functions, compiled by `region`; its collectives are the communicator's."""
+        if self.communicator is None:
+            return region(function)(*tensors)
+        with launch_collectives_of(self.communicator):
+            return region(function)(*tensors)
 
     def _find_destinations(self, of: Sequence[int]) -> Sequence[Destination]:
         """Return where the gradients of the compiled block's tensors at `of` are added, in as few pieces of memory
@@ -96,7 +130,10 @@ class CompiledBlock:
                 runs.append((bucket, (*before, *names), [*indices, i]))
             else:
                 runs.append((bucket, names, [i]))
-        return [(*run, [self.tensors[i].numel() for i in run[2]]) for run in runs]
+        return [
+            (bucket, names, of, [sum(map(bucket.count_elements, homes[i][1])) for i in of])
+            for bucket, names, of in runs
+        ]
 
     def add_gradients(self, gradients: Mapping[int, Tensor]) -> None:
         """Add gradients of a compiled block's parameters, by their indices in `tensors`, to their buckets' sums."""
@@ -116,9 +153,14 @@ class _Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block: CompiledBlock, region: Region, deferred: Deferred | None, *arguments: Tensor | None):
         """Compute a compiled block's output activation; save the tensors that its backward pass needs."""
-        primals = (*filter(_is_tensor, arguments), *block.tensors)
-        out, *results = region(block.functions.forward)(*primals)
-        ctx.saved = [*map(primals.__getitem__, block.functions.kept), *results]
+        primals: tuple[Any, ...] = (*filter(_is_tensor, arguments), *block.tensors)
+        functions = block.functions
+        if block.is_recomputed:
+            results = block.call(region, functions.again, *primals)
+            out = primals[0].new_empty(functions.output_shape)
+        else:
+            out, *results = block.call(region, functions.forward, *primals)
+        ctx.saved = [*map(primals.__getitem__, functions.kept), *results]
         ctx.block, ctx.region, ctx.deferred, ctx.given = block, region, deferred, [*map(_is_tensor, arguments)]
         return out
 
@@ -131,10 +173,10 @@ class _Block(torch.autograd.Function):
         del ctx.saved
         apart = None if ctx.deferred is None else block.functions.apart
         if apart is None:
-            gradients = ctx.region(block.functions.backward)(*saved)
+            gradients = block.call(ctx.region, block.functions.backward, *saved)
             early: Mapping[int, Tensor] = dict(enumerate(gradients))
         else:
-            results = ctx.region(apart.input_gradients)(*saved)
+            results = block.call(ctx.region, apart.input_gradients, *saved)
             early = dict(zip(apart.early, results, strict=False))
             # what is deferred would keep the graph behind an argument
             needed = [*(saved[i].detach() for i in apart.kept), *results[len(early) :]]
@@ -170,17 +212,7 @@ def compile_block(
     a compiled forward and backward pass for arguments of these shapes. `list_tensors_beside` gives by id the key of a
     tensor that differs between passes (a mask of documents), None if all passes share it (rotary angles). `splits`: its
     weight gradients will be computed apart. Returns None if the block reads another tensor that is no parameter."""
-    present = {i: x for i, x in enumerate(arguments) if x is not None}
-
-    def run_present(*activations: Tensor) -> Tensor:
-        """Return the block's output activation, given only the arguments that are not None."""
-        every: list[Any] = [None] * len(arguments)
-        for i, x in zip(present, activations, strict=True):
-            every[i] = x
-        return function(*every)
-
-    # as in training: attention keeps what its backward pass needs only where there is one
-    activations = [x.detach().requires_grad_() for x in present.values()]
+    run_present, activations = _take_present(function, arguments)
     with torch.enable_grad():
         run_present(*activations)  # makes what is alike in all passes
         # saves nothing, as its backward pass never runs: torch 2.14 would keep attention's forever (a cycle in C++)
@@ -200,6 +232,116 @@ def compile_block(
     if splits:
         _ = functions.apart  # made here, where a failure leaves the block uncompiled
     return CompiledBlock(functions, leaves[len(reads) :], homes[len(reads) :], reads)
+
+
+def _take_present(
+    function: Callable[..., Tensor], arguments: Sequence[Tensor | None]
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Return a block's `function` as one of the arguments alone that are not None, and these, as autograd's leaves."""
+    present = {i: x for i, x in enumerate(arguments) if x is not None}
+
+    def run_present(*activations: Tensor) -> Tensor:
+        """Return the block's output activation, given only the arguments that are not None."""
+        every: list[Any] = [None] * len(arguments)
+        for i, x in zip(present, activations, strict=True):
+            every[i] = x
+        return function(*every)
+
+    # as in training: attention keeps what its backward pass needs only where there is one
+    return run_present, [x.detach().requires_grad_() for x in present.values()]
+
+
+def compile_block_with_collectives(
+    communicator: Communicator,
+    parameters: Sequence[Tensor],
+    function: Callable[..., Tensor],
+    arguments: Sequence[Tensor | None],
+    list_tensors_beside: Callable[[], Mapping[int, tuple | None]],
+    splits: bool = False,
+) -> CompiledBlock | None:
+    """Trace a block of the model as `compile_block` does, with collectives of `communicator` in it and with its own
+    backward pass, whose order is so the uncompiled block's. `parameters`: the model's."""
+    run_present, activations = _take_present(function, arguments)
+    buckets = {home[0] for w in parameters if (home := find_bucket_of_leaf(w))}
+    trained, homes = [w for w in parameters if w.requires_grad], list[Home]()
+
+    def compute_gradients(*activations_and_gradient: Tensor) -> list[Tensor | None]:
+        """Return the block's output activation, then the gradients of its arguments and of its parameters."""
+        *inputs, gradient = activations_and_gradient
+        trace.last = inputs[0]
+        out = run_present(*inputs)
+        trace.last = gradient
+        gradients = torch.autograd.grad(out, [*inputs, *trained], gradient, allow_unused=True)
+        of_leaves = zip(map(find_bucket_of_copies, trained), gradients[len(inputs) :], strict=True)
+        totals: dict[Home, Tensor] = {}
+        for home, g in (*traced, *of_leaves):
+            if home and g is not None:
+                totals[home] = totals[home].flatten() + g.flatten() if home in totals else g
+        homes.extend(totals)
+        return [out, *gradients[: len(inputs)], *totals.values()]
+
+    with torch.enable_grad(), _trace_collectives(communicator, buckets, activations[0]) as (trace, traced):
+        gradient = torch.zeros_like(run_present(*activations).detach())  # and makes what is alike in all passes
+        graph = _remove_detaches(make_fx(compute_gradients)(*activations, gradient))
+    known = list_tensors_beside()
+    tensors = _lift_tensors_to_arguments(graph, lambda t: known.get(id(t)) is None)
+    if any(find_bucket_of_copies(t) is None and id(t) not in known for t in tensors):
+        return None
+    reads = [key for t in tensors if (key := known.get(id(t)))]
+    leaves = [t.detach() for t in tensors]
+    is_vector = *[False] * (len(activations) + len(reads)), *(flat.compute[n].dim() < 2 for flat, (n, *_) in homes)
+    wrapped = _TracedGraph(graph, [*activations, gradient, *leaves])
+    functions = _partition_graph(graph.code, is_vector, len(activations), len(reads), wrapped)
+    if splits:
+        _ = functions.apart
+    return CompiledBlock(functions, leaves[len(reads) :], homes, reads, communicator)
+
+
+@contextmanager
+def _trace_collectives(
+    communicator: Communicator, buckets: Iterable[FlatBucket], first: Tensor
+) -> Iterator[tuple[CollectiveTrace, TracedGradients]]:
+    """Yield what emits operators, behind the tensor `first`, for the collectives that are launched within the context,
+    and the gradients of parameters in `buckets` that are added there."""
+    trace, traced = CollectiveTrace(communicator, first), TracedGradients()
+    communicator.traced_launch = trace.launch
+    for flat in buckets:
+        flat.traced = traced
+    try:
+        yield trace, traced
+    finally:
+        communicator.traced_launch = None
+        for flat in buckets:
+            flat.traced = None
+
+
+@cache
+def _partition_graph(
+    code: str, is_vector: Sequence[bool], count: int, reads: int, traced: _TracedGraph
+) -> BlockFunctions:
+    """Split a block's traced forward and backward pass by torch's partitioner; cached as `_split_graph`."""
+    graph, tensors = traced.take_graph()
+    aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
+    # torch's stand-ins for kernels may lay their results out otherwise than these do
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+    with torch.no_grad():
+        functional = torch.func.functionalize(graph)
+        joint = make_fx(functional, inductor.select_decomp_table(), "fake")(*(t.detach() for t in tensors))
+    places = joint.graph.find_nodes(op="placeholder")
+    for i, place in enumerate(places):
+        place._rename(f"tangents_{i}" if i == count else f"primals_{i}")
+        place.target = place.name
+    output: Any = joint.graph.output_node()
+    out, *gradients = output.args[0]
+    output.args = ((out, *gradients[:count], *[None] * reads, *gradients[count:]),)
+    joint.recompile()
+    forward, backward = aot.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=1)
+    kept = _keep_primals(forward, backward)
+    _keep_vector_gradients_wide(backward, is_vector)
+    functions = TracedFunction(forward, "block_forward"), TracedFunction(backward, "block_backward")
+    return BlockFunctions(*functions, kept=kept, count=count + reads)
 
 
 class _TracedGraph:
@@ -342,7 +484,7 @@ def _keep_primals(forward: GraphModule, backward: GraphModule, count: int = 1) -
 
 def _keep_vector_gradients_wide(backward: GraphModule, is_vector: Sequence[bool]) -> None:
     """Change a block's traced backward pass in place so that it returns gradients of vectors (`is_vector` of each
-    primal), which are sums over all rows, in the type in which it adds them up: they are added to sums in that type,
+    gradient), which are sums over all rows, in the type in which it adds them up: they are added to sums in that type,
     and a cast would be a kernel of its own."""
     output: Any = backward.graph.output_node()
     gradients = list(output.args[0])
@@ -355,8 +497,8 @@ def _keep_vector_gradients_wide(backward: GraphModule, is_vector: Sequence[bool]
 
 
 def _remove_detaches(graph: GraphModule) -> GraphModule:
-    """Remove every `detach` from a traced forward pass, in place, and return it: torch derives the block's backward
-    pass from this graph, in place of our own autograd functions that detach their inputs."""
+    """Remove every `detach` from a traced pass, in place, and return it: torch may derive the block's backward pass
+    from this graph, in place of our own autograd functions that detach their inputs."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         node.replace_all_uses_with(node.args[0])
         graph.graph.erase_node(node)

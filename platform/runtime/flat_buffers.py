@@ -22,6 +22,7 @@ from platform.runtime.communicator import ArrivedCollective, CollectiveHandle, C
 from platform.runtime.conversion import PendingConversion, convert
 
 _HOME = "_flat_home"  # attribute of compute copies, of parameters that follow each other: (their bucket, their names)
+TracedGradients = list[tuple[tuple["FlatBucket", tuple[str, ...]], Tensor]]  # of adjacent parameters of a bucket
 MANY = 1 << 16  # elements of a gradient from which on its bytes count for more than a launch
 
 
@@ -94,6 +95,7 @@ class FlatBucket:
         self._alone = set(self.master)  # parameters that are in none, and are updated by themselves, or frozen
         self._found: dict[tuple[str, ...], tuple[int, int]] = {}  # (start, stop) of parameters that follow each other
         self._stretches: dict[tuple[str, ...], Tensor] = {}  # their compute copies
+        self.traced: TracedGradients | None = None  # what takes gradients instead, while a block is traced
         self.release_parameters()
         if self.low is not None:
             self.masters.untyped_storage().resize_(0)
@@ -228,7 +230,9 @@ class FlatBucket:
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Take a parameter's gradient (in memory of its own), to add it to the bucket's sum together with others."""
-        if self.here:
+        if self.traced is not None:
+            self.traced.append(((self, (name,)), gradient))
+        elif self.here:
             if name in self._taken:
                 self.flush_gradients()
             self._taken[name] = gradient
@@ -239,6 +243,10 @@ class FlatBucket:
         `names`, adjacent in this order, and True if the kernel must overwrite its content. The kernel calls
         `note_added_gradients` when done."""
         start, stop = self._find_stretch(names)
+        if self.traced is not None:
+            memory = torch.empty(stop - start, dtype=self._low, device=self._communicator.device)
+            self.traced.append(((self, names), memory))
+            return memory, True
         if self._direct:
             sums, fresh = self._gradient_sum_buffer(), self._summed.isdisjoint(names)
             if not (fresh or self._summed.issuperset(names)):
@@ -251,8 +259,15 @@ class FlatBucket:
             self._coming = torch.empty(self._elements, dtype=self._low, device=self._communicator.device)
         return self._coming[start:stop], True
 
+    def count_elements(self, name: str) -> int:
+        """Return the number of elements of this rank's block of a parameter."""
+        start, stop = self.bucket.parameter_ranges[name]
+        return stop - start
+
     def note_added_gradients(self, *names: str) -> None:
         """Note that a kernel has added gradients of `names` to the memory that `gradient_memory` returned."""
+        if self.traced is not None:
+            return
         (self._summed if self._direct else self._held).update(names)
         self._note_computed_gradients(names)
 

@@ -28,13 +28,13 @@ from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
 from platform.plan.rule import Conversion
 from platform.plan.step_collectives import counts_at, counts_gradient
-from platform.plan.whole_blocks import reasons_against_whole_blocks
+from platform.plan.whole_blocks import may_hold_collectives, reasons_against_whole_blocks
 from platform.runtime import conversion as conversions
 from platform.runtime import kernels, residual
 from platform.runtime.chunked_loss import LossClasses, LossOfPairs, PairLoss, Targets, TokenLoss
 from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import CompileTrial, compile_region, select_attention_kernel
-from platform.runtime.compiled_blocks import CompiledBlock, compile_block
+from platform.runtime.compiled_blocks import CompiledBlock, compile_block, compile_block_with_collectives
 from platform.runtime.conversion import PendingConversion, convert
 from platform.runtime.einsum import Deferred
 from platform.runtime.flat_buffers import sum_squares
@@ -182,11 +182,16 @@ class ParallelOps(Ops):
             key += (x if x is None else (x.shape, x.dtype),)
         if key not in self._blocks:
             trace: Callable[..., CompiledBlock | None] = compile_block
+            if may_hold_collectives(self.communicator.mesh):
+                trace = partial(compile_block_with_collectives, self.communicator, list(self.tensors.values()))
             if isinstance(compiler, CompileTrial):
-                trace = compiler.wrap_with_fallback(f"block {name}", compile_block, lambda *_: None)
+                trace = compiler.wrap_with_fallback(f"block {name}", trace, lambda *_: None)
+            deferred, self.deferred = self.deferred, None  # so that weight gradients are in the trace
             self.compiler, self.is_tracing, self._draws = None, True, {}
-            compiled = trace(function, arguments, self._list_tensors_beside_blocks, self.deferred is not None)
-            self.compiler, self.is_tracing = compiler, False
+            compiled = trace(function, arguments, self._list_tensors_beside_blocks, deferred is not None)
+            self.compiler, self.is_tracing, self.deferred = compiler, False, deferred
+            if compiled and compiled.communicator:  # whose collectives are then as few as planned
+                compiled.is_recomputed = self.recompute.kind == "full"
             self._blocks[key] = TracedBlock(compiled, tuple(self._draws)) if compiled else None
         block = self._blocks[key]
         if not block:
@@ -297,14 +302,14 @@ class ParallelOps(Ops):
     def group_operands(self, planned: PlannedOperation, number: int) -> Operands:
         """Return the operand tensors of einsum group `number` of an operation, perhaps being gathered already."""
         use, group = (planned.operation.kind, planned.operation.name, number), planned.groups[number]
-        ahead = use in self.ahead and not torch.compiler.is_compiling()
+        ahead = use in self.ahead and not (self.is_tracing or torch.compiler.is_compiling())
         return Operands(self.communicator, group, self.ahead, use) if ahead else Operands(self.communicator, group)
 
     def convert_parameters(self, planned: PlannedOperation) -> list[Tensor]:
         """Return a planned operation's parameter tensors (no einsum's), converted to the layouts that it needs."""
         operation = planned.operation
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
-        ahead = use in self.ahead and not torch.compiler.is_compiling()
+        ahead = use in self.ahead and not (self.is_tracing or torch.compiler.is_compiling())
         coming = self.ahead.take_parameters(use) if ahead else [None] * len(parameters)
         blocks = [self.tensors[p.name] for p in parameters]
         return conversions.convert_differentiably(self.communicator, blocks, planned.conversions[: len(blocks)], coming)

@@ -51,11 +51,13 @@ def calls_of(run: str) -> tuple[Call, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_ops, "compile_region", region)
         compiled_blocks._split_graph.cache_clear()
+        compiled_blocks._partition_graph.cache_clear()
         for rank in ranks(c):
             with alone(c, rank, []) as trainer, OneAttention():
                 trainer.step(1)
                 validation_loss(trainer)
         compiled_blocks._split_graph.cache_clear()
+        compiled_blocks._partition_graph.cache_clear()
     return tuple(found)
 
 

@@ -1,0 +1,141 @@
+"""Collectives inside a block that is compiled whole: operators of torch that launch one and that wait for it.
+
+A graph names no communicator: who runs it says whose collectives it launches, so that generations share it; while one
+is traced or compiled, nothing is sent. Each operator reads the result of the one before it, so their order stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from platform.plan.layout import Parts
+from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, RelayoutStep
+from platform.runtime.communicator import ArrivedCollective, CollectiveHandle, Communicator
+
+_LIBRARY = torch.library.Library("platform", "FRAGMENT")
+_LIBRARY.define(
+    "launch(Tensor x, Tensor after, int number, str op, str axes, int dim, int joined, str reduce, int root, "
+    "int[] parts, int[] joined_parts) -> Tensor"
+)
+_LIBRARY.define("wait(Tensor x, Tensor launched, int number, int[] shape) -> Tensor")
+
+
+class _Running(threading.local):
+    """Communicator whose collectives this thread's compiled block launches, and those under way, by their number."""
+
+    communicator: Communicator | None = None
+    handles: dict[int, CollectiveHandle | ArrivedCollective] = {}  # noqa: RUF012  (replaced by each block)
+
+
+_RUNNING = _Running()
+
+
+@contextmanager
+def launch_collectives_of(communicator: Communicator | None) -> Iterator[None]:
+    """Launch, within the context, the collectives of compiled graphs in the groups of `communicator`; none if None."""
+    before = _RUNNING.communicator, _RUNNING.handles
+    _RUNNING.communicator, _RUNNING.handles = communicator, {}
+    try:
+        yield
+    finally:
+        _RUNNING.communicator, _RUNNING.handles = before
+
+
+def _launch(x, after, number, op, axes, dim, joined, reduce, root, parts, joined_parts):
+    """Launch a collective on x in the running block's groups, as its handle `number`; return a tensor of no content."""
+    if communicator := _RUNNING.communicator:
+        _RUNNING.handles[number] = communicator.launch(
+            op,
+            x.clone() if op in APPEAR else x,  # these write to their input
+            axes.split("+"),
+            dim,
+            joined,
+            reduce=reduce,
+            root=root,
+            parts=_build_block_parts(parts),
+            joined_parts=_build_block_parts(joined_parts),
+        )
+    return x.new_empty(1, dtype=torch.uint8)
+
+
+def _wait(x, launched, number, shape):
+    """Wait for the collective `number` of the running block, which read x; return its result, of this shape."""
+    return _RUNNING.handles.pop(number).wait() if _RUNNING.communicator else x.new_empty(shape)
+
+
+for _name, _function in (("launch", _launch), ("wait", _wait)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"platform::{_name}", _function, lib=_LIBRARY)
+
+
+def launches_collectives(graph: GraphModule) -> bool:
+    """Return True if a traced graph launches collectives."""
+    return bool(graph.graph.find_nodes(op="call_function", target=torch.ops.platform.launch.default))
+
+
+def _build_block_parts(room_and_extents: Sequence[int]) -> Parts | None:
+    """Return the blocks of a dim as `Communicator.launch` takes them, from the room and the extents of each."""
+    return Parts(room_and_extents[0], tuple(room_and_extents[1:])) if room_and_extents else None
+
+
+class CollectiveTrace:
+    """Trace of the collectives of a block of the rank of `communicator`: emits their operators, one after the other.
+    `last`: the result of the last one, or the tensor that all of them come after."""
+
+    def __init__(self, communicator: Communicator, first: Tensor):
+        """Begin the trace of a block's collectives, all of which come after the tensor `first`."""
+        self._communicator, self.last, self._count = communicator, first, 0
+
+    def launch(
+        self,
+        op: str,
+        x: Tensor,
+        axes: Sequence[str],
+        dim: int = 0,
+        joined: int = 0,
+        *,
+        reduce: str = "sum",
+        root: int = 0,
+        parts: Parts | None = None,
+        joined_parts: Parts | None = None,
+    ) -> _TracedHandle:
+        """Emit the launch of a collective, of the parameters of `Communicator.launch`."""
+        number, self._count = self._count, self._count + 1
+        shape = self._result_shape(RelayoutStep(op, tuple(axes), dim, joined), x.shape, root, parts, joined_parts)
+        cuts = [[p.room, *p.extents] if p else [] for p in (parts, joined_parts)]
+        options = (op, "+".join(axes), dim, joined, reduce, root, *cuts)
+        self.last = torch.ops.platform.launch(x, self.last, number, *options)
+        return _TracedHandle(self, x, number, shape)
+
+    def _result_shape(
+        self, step: RelayoutStep, shape: Sequence[int], root: int, parts: Parts | None, joined_parts: Parts | None
+    ) -> list[int]:
+        """Return the shape of what this rank gets from the collective of a `step` on a tensor of `shape`."""
+        members, index = self._communicator.mesh.count_ranks(step.axes), self._communicator.group_index(step.axes)
+        if step.op in VANISH and index != root:
+            return [0]
+        out = list(shape if step.op in APPEAR and index != root else step.apply_to_shape(shape, members))
+        if parts and step.op in SPLIT:
+            out[step.dim] = parts.extents[index]
+        if (joins := joined_parts if step.op == "all_to_all" else parts) and step.op in JOIN:
+            out[step.dim_joined] = sum(joins.extents)
+        return out
+
+
+class _TracedHandle(ArrivedCollective):
+    """Handle of a collective whose launch a trace has emitted."""
+
+    def __init__(self, trace: CollectiveTrace, x: Tensor, number: int, shape: list[int]):
+        """Hold what the operator that waits for the collective is called with."""
+        self._trace, self._arguments = trace, (x, trace.last, number, shape)
+
+    def wait(self) -> Tensor:
+        """Emit the wait for the collective; return its result."""
+        self._trace.last = torch.ops.platform.wait(*self._arguments)
+        return self._trace.last

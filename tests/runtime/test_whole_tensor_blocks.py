@@ -1,0 +1,118 @@
+"""Blocks of tensor axes compiled whole, their collectives inside: equal to one process in fp64, launched as the blocks
+are that run function by function."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from platform.predict.make_plan import make_plan
+from platform.runtime import parallel_ops, traced_collectives
+from platform.runtime.communicator import CollectiveHandle, Communicator
+from tests.harness.oracle import MODELS, compare, examine, run, serial, trainer_of
+from tests.runtime.test_compiled_block import APART, TUNE, calls_of
+from tests.runtime.test_compiled_block import compiling as compiling_locally
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """The same graphs of forward and backward passes, run operation by operation."""
+    monkeypatch.setattr(parallel_ops, "compile_region", lambda function: function)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """What became of every block that was traced."""
+    traced, trace = [], parallel_ops.compile_block_with_collectives
+
+    def keep(*arguments):
+        traced.append(trace(*arguments))
+        return traced[-1]
+
+    monkeypatch.setattr(parallel_ops, "compile_block_with_collectives", keep)
+    return traced
+
+
+def compiling(**how):
+    c = compiling_locally(**how)
+    c.train.compile_collectives = True
+    return c
+
+
+ONE = {"layers": 1}
+MEGATRON, SEQUENCE = ({"tensor": name, "axes": {"t": 2}, **ONE} for name in ("1d", "1d_sp"))
+LLAMA = {**SEQUENCE, **MODELS["llama"]}
+PLANS = {
+    "1d": MEGATRON,
+    "1d_sp, grouped heads": LLAMA,
+    "1d_sp, recomputed": {**SEQUENCE, "recompute": "full"},
+}
+MORE = {
+    "1d_sp, weight gradients apart": {**SEQUENCE, **APART},
+    "1d_sp, adapters": {**LLAMA, "tune": TUNE},
+    "context": {**MODELS["llama"], **ONE, "context": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_they_compute_the_same(name, made):
+    """With the same collectives in the same order as blocks that are not compiled."""
+    c = compiling(**(PLANS | MORE)[name])
+    plan, results = run(c)
+    assert made and all(made)
+    examine(c, plan, results)
+    c.train.compile = "off"
+    for whole, by_function in zip(results, run(c)[1], strict=True):
+        assert whole.log == by_function.log
+
+
+def test_a_graph_names_no_communicator(made):
+    run(compiling(**MEGATRON))
+    functions = made[-1].functions
+    for function in (functions.forward, functions.backward):
+        launches = function.graph.graph.find_nodes(op="call_function", target=torch.ops.platform.launch.default)
+        waits = function.graph.graph.find_nodes(op="call_function", target=torch.ops.platform.wait.default)
+        assert len(launches) == len(waits) == 2
+        assert all(not isinstance(value, Communicator) for node in launches for value in node.args)
+
+
+def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
+    """A block that reads what a collective has not yet brought computes other numbers."""
+    wait = CollectiveHandle.wait
+
+    def finish_in_blocks(handle):
+        inside = traced_collectives._RUNNING.communicator
+        return handle._finish().clone() if inside else wait(handle)
+
+    c = compiling(**MEGATRON)
+    monkeypatch.setattr(CollectiveHandle, "wait", finish_in_blocks)
+    with pytest.raises(Exception):  # noqa: B017  (numbers that differ, or none)
+        compare(c, *run(c), serial(c))
+
+
+class Alone(Communicator):
+    """A rank whose collectives bring zeros at once."""
+
+    def _start_collective(self, op, x, out, axes, group, reduce, root):
+        out.zero_()
+        return lambda: None
+
+    all_gather_texts = collect_numbers = broadcast_text = transfer = exchange = None
+
+
+@pytest.mark.parametrize("tensor", ["1d"])
+def test_python_calls_of_a_layer(tensor):
+    """Those of a block, and of what launches and waits for its eight collectives."""
+    counted = {}
+    for layers, microbatches in product((1, 2), (1, 2)):
+        c = compiling(tensor=tensor, axes={"t": 2}, layers=layers, global_batch=microbatches, microbatch=1)
+        plan = make_plan(c)
+        trainer = trainer_of(c, plan, Alone(plan.mesh, 0))
+        for step in (1, 2):
+            trainer.step(step)
+        counted[layers, microbatches] = calls_of(lambda trainer=trainer: trainer.step(3), every=False)
+    each = counted[2, 2] - counted[2, 1] - counted[1, 2] + counted[1, 1]
+    print(f"{tensor}: {each} calls")
+    assert each <= 150
