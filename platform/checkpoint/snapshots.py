@@ -413,7 +413,7 @@ class RankSnapshots:
                 raise RuntimeError(f"rank {mate} holds no snapshot of step {step}")
             snapshots.append(snapshot)
         buffers = [*(one.own_buffer for one in snapshots), *(one.copies_buffer for one in snapshots)]
-        return NodeSnapshot([self._handed, *buffers], next((one.values for one in snapshots if one.values), {}))
+        return NodeSnapshot([self._handed, *buffers], snapshots[0].values)
 
     def _iterate_mate_snapshots(self, mate: int) -> Iterator[Snapshot]:
         """Yield the in-memory snapshots of rank `mate`, this rank or one that shares memory with it."""

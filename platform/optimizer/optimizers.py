@@ -238,15 +238,24 @@ def build_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.O
     return make(groups, o)
 
 
+def build_idle_group(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return a group of two zeros, which never change, for an optimizer that counts updates but trains nothing."""
+    import torch
+
+    w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
+    w.grad = torch.zeros_like(w)
+    return {"params": [w], "weight_decay": 0.0}
+
+
 def probe_optimizer_state(o: Optimizer, dtype: torch.dtype, device: torch.device) -> tuple[list[str], dict[str, Any]]:
     """Return what the configured optimizer keeps per parameter of `dtype`: the names of its moments (tensors of the
     parameter's shape), and its other state by name with the values after one step; for snapshots and checkpoints. Found
     by taking a step on two dummy elements."""
     import torch
 
-    w = torch.zeros(2, dtype=dtype, device=device, requires_grad=True)
-    w.grad = torch.zeros_like(w)
-    optimizer = build_optimizer([{"params": [w], "weight_decay": 0.0}], o)
+    group = build_idle_group(dtype, device)
+    (w,) = group["params"]
+    optimizer = build_optimizer([group], o)
     optimizer.step()
     state = {name: value for name, value in optimizer.state[w].items() if value is not None}
     moments = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == w.shape]

@@ -88,8 +88,8 @@ class Adafactor(torch.optim.Optimizer):
     """Divides each gradient by the root of its second moments, of which it keeps a mean per row and per column of a
     matrix; updates are clipped to a root mean square, and as large as the weights are.
 
-    `factors` sums over the ranks that have parts of a parameter; all ranks step together. Without it a step only makes
-    the state of each parameter, as of one that is no matrix.
+    `factors` sums over the ranks that have parts of a parameter; all ranks step together. Of a group without names a
+    step only makes the state, as of parameters that are no matrix.
     """
 
     factors: SumsOverRanks
@@ -103,9 +103,9 @@ class Adafactor(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient by Adafactor. `closure` is not supported."""
         assert closure is None, "gradients are there"
+        for w in (w for group in self.param_groups if "names" not in group for w in group["params"]):
+            self._ensure_state(w, None)["step"] += 1
         if not hasattr(self, "factors"):
-            for w in (w for group in self.param_groups for w in group["params"]):
-                self._ensure_state(w, None)["step"] += 1
             return
         skip = Skip(self)
         owned = {n: (w, g) for g in self.param_groups for n, w in zip(g.get("names", ()), g["params"], strict=False)}

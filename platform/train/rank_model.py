@@ -10,7 +10,13 @@ from platform.config.fields import Config
 from platform.config.ramps import fix_sequence_length
 from platform.model import build_model
 from platform.model.losses import loss_functions
-from platform.optimizer.optimizers import OPTIMIZERS, build_optimizer, group_parameters, is_piecewise
+from platform.optimizer.optimizers import (
+    OPTIMIZERS,
+    build_idle_group,
+    build_optimizer,
+    group_parameters,
+    is_piecewise,
+)
 from platform.optimizer.stored_states import PiecewiseOptimizer
 from platform.optimizer.update_rules import Adafactor, Muon
 from platform.plan.plan import Plan
@@ -18,7 +24,7 @@ from platform.runtime.communicator import Communicator
 from platform.runtime.matrices import AdafactorSums, MuonMatrices
 from platform.runtime.normal_floats import QuantisedBucket
 from platform.runtime.parallel_ops import ParallelOps
-from platform.train.rank_parameters import RankWeights
+from platform.train.rank_parameters import DTYPES, RankWeights
 
 
 class Rank(NamedTuple):
@@ -71,8 +77,8 @@ def build_rank(
     groups = group_parameters(o, stage.parameters, weights.trainable_masters, *named)
     if OPTIMIZERS[o.kind].divides or is_piecewise(o):
         groups = weights.join_adjacent_parameters(groups)
-    nothing = torch.zeros(0, device=communicator.device)  # a shard may be all padding, and none is refused
-    groups = groups or [{"params": [nothing]}]
+    # A rank may train nothing, as a shard may be all padding. It counts updates too: others may not survive it.
+    groups = groups or [build_idle_group(DTYPES[plan.precision][1], communicator.device)]
     optimizer = PiecewiseOptimizer(groups, o, weights.updated_halves) if is_piecewise(o) else build_optimizer(groups, o)
     if isinstance(optimizer, Muon):
         optimizer.matrices = MuonMatrices(stage, communicator, weights.buckets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Annotated, Any
@@ -176,17 +176,14 @@ class RankTrainingState:
     def start_reading_values(self) -> Callable[[], dict[str, Any]]:
         """Start reading the parts of the training state that are no tensors; return a function that waits for them, not
         for later work, and returns them as plain data, equal on all ranks: `optimizer`, its numbers, such as its count
-        of steps, none before the first update; `loss_scale`, if computed in fp16. {} on a rank without parameters."""
-        scale = self._trainer.loss_scale
-        for name in self._trainer.weights.trainable_masters:
-            weight_state = self._optimizer_state(name)
-            kept_names = [name for name in self._numbers if name in weight_state]
-            states = (torch.as_tensor(weight_state[name], dtype=torch.float64) for name in kept_names)
-            tensors = [x.to(self._communicator.device, non_blocking=True) for x in states]
-            read = self._communicator.start_reading(torch.stack(tensors)) if tensors else list
-            more = {"loss_scale": asdict(scale)} if scale else {}
-            return lambda: {"optimizer": dict(zip(kept_names, read(), strict=True)), **more}
-        return dict
+        of steps, none before the first update; `loss_scale`, if computed in fp16."""
+        scale, weight_state = self._trainer.loss_scale, self._optimizer_state(next(iter(self._updated_names)))
+        kept_names = [name for name in self._numbers if name in weight_state]
+        states = (torch.as_tensor(weight_state[name], dtype=torch.float64) for name in kept_names)
+        tensors = [x.to(self._communicator.device, non_blocking=True) for x in states]
+        read = self._communicator.start_reading(torch.stack(tensors)) if tensors else list
+        more = {"loss_scale": asdict(scale)} if scale else {}
+        return lambda: {"optimizer": dict(zip(kept_names, read(), strict=True)), **more}
 
     def restore_checkpoint(self, storage: Storage, directory: str, manifest: Manifest) -> None:
         """Restore this rank's training state from the checkpoint `directory` of any plan; all ranks call it together.
@@ -275,9 +272,8 @@ class RankTrainingState:
         if self._trainer.loss_scale:
             first = LossScale(self._trainer.config.loss_scale.initial)
             self._trainer.loss_scale = _read_value(LossScale, scale, "loss scale") if scale else first
-        weights = self._trainer.weights
-        for parameter in {id(weights.updated[n][0]): n for n in weights.trainable_masters}.values():
-            w, state = weights.updated[parameter][0], self._optimizer_state(parameter)
+        for parameter in self._updated_names:
+            w, state = self._updated_tensor(parameter), self._optimizer_state(parameter)
             state.clear()
             if fresh:
                 continue
@@ -306,9 +302,20 @@ class RankTrainingState:
         kept_type = _moment_type(self._plan, moment, name, str(w.dtype).removeprefix("torch."))
         return torch.zeros_like(w, requires_grad=False, dtype=getattr(torch, kept_type))
 
+    @property
+    def _updated_names(self) -> Collection[str]:
+        """Return a parameter of each tensor that the optimizer updates; [""] if this rank trains nothing."""
+        weights = self._trainer.weights
+        return {id(weights.updated[n][0]): n for n in weights.trainable_masters}.values() or [""]
+
+    def _updated_tensor(self, name: str) -> Tensor:
+        """Return what the optimizer updates with this parameter in it; for "" the zeros that stand for none."""
+        idle: Tensor = self._trainer.optimizer.param_groups[0]["params"][0]
+        return self._trainer.weights.updated[name][0] if name else idle
+
     def _optimizer_state(self, name: str) -> dict[str, Any]:
         """Return the optimizer's state of what it updates with this parameter in it: name -> moment or number."""
-        return self._trainer.optimizer.state[self._trainer.weights.updated[name][0]]
+        return self._trainer.optimizer.state[self._updated_tensor(name)]
 
 
 def attempt_fill(fill: Callable[[], None]) -> Unrestored | None:

@@ -14,7 +14,7 @@ def main() -> int:
     """Return 1 where a case failed or a class had fewer than `--least` cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "fuzzer", help="a module of tests/fuzz: [gpu_|expert_]plans, hints, listener, manifests, parsers or values"
+        "fuzzer", help="of tests/fuzz: [gpu_|expert_|adapter_]plans, hints, listener, manifests, parsers or values"
     )
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow it")

@@ -41,7 +41,7 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
     if r.random() < 0.25:
         train.freeze = [_pattern(r, p.name) for p in r.sample(build_model(model).parameters(), r.choice((1, 1, 2)))]
     if r.random() < 0.25 and model.kind != "two_layer" and not model.predict_ahead:
-        _draw_adapters(r, configs)
+        draw_adapters(r, configs)
     if r.random() < 0.3 and batch > 1 and all(c.pipeline.kind != "file" for c in configs):
         train.ramp_from = r.randint(1, batch - 1)
         train.ramp_by = r.choice(find_divisors(batch - train.ramp_from))
@@ -56,12 +56,13 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
             setattr(c.train, name, getattr(train, name))
 
 
-def _draw_adapters(r: Random, configs: Sequence[Config]) -> None:
-    """Draw adapters, of a few weights or of all that may have one, in place of frozen weights."""
+def draw_adapters(r: Random, configs: Sequence[Config]) -> None:
+    """Draw adapters, of a few weights, of one layer's or of all that may have one, in place of frozen weights."""
     model = configs[0].model
     shared = model.tied or model.kind == "encoder_decoder"
     weights = [p for p in build_model(model).parameters() if can_adapt(p) and not (shared and p.name == "embedding")]
-    some = r.choice((weights, weights[1:], r.sample(weights, 1)))
+    layer = r.choice(weights).name.rpartition(".")[0]
+    some = r.choice((weights, weights[1:], r.sample(weights, 1), [p for p in weights if p.name.startswith(layer)]))
     experts, scaled = any(p.num_stack_dims for p in some), r.random() < 0.5
     for c in configs:
         c.train.freeze, c.tune.kind, c.tune.targets = [], "lora", [p.name for p in some]

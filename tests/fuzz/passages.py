@@ -60,10 +60,16 @@ class OnStorage:
 
 class InMemory:
     """Passage out of the snapshots of ranks on `nodes` nodes, some of which may be lost: the first or the last, where
-    the copies of its snapshots at others leave the state whole."""
+    the copies of its snapshots at others leave the state whole; or `some` ranks, one less until it is whole.
 
-    def __init__(self, r: Random) -> None:
-        self.nodes, self.shared, self.lost = r.choice((1, 2, 2)), r.random() < 0.5, r.choice(("", "first", "last"))
+    `killed`: how many were lost; `spared`: how many more would have left storage alone."""
+
+    killed = spared = 0
+    alive: Sequence[int] = ()
+
+    def __init__(self, r: Random, lost: Sequence[str] = ("", "first", "last", "some")) -> None:
+        self.nodes, self.shared, self.lost = r.choice((1, 2, 2)), r.random() < 0.5, r.choice(lost)
+        self._order = Random(r.random())  # in which ranks are lost
 
     def begin(self, step: int) -> None:
         pass
@@ -79,15 +85,23 @@ class InMemory:
         size = plan.mesh.world_size
         self.kept, self.step = [memory for memory, _ in kept], step
         homes = self._homes(size)
-        gone = {"first": homes[0], "last": homes[-1], "": ""}[self.lost] if len({*homes}) > 1 else ""
+        gone = {"first": homes[0], "last": homes[-1]}.get(self.lost) if len({*homes}) > 1 else ""
         self.alive = [rank for rank, home in enumerate(homes) if home != gone]
         self.formed = Formation(c, None, homes, list(range(size)), kept[0][1], self.shared)
+        if self.lost == "some" and size > 1:
+            self.alive = self._order.sample(range(size), self._order.randrange(1, size))
 
     def prepare(self, plan: Plan) -> None:
         """Find what the survivors have, and hand on what only those without a seat hold."""
-        size = plan.mesh.world_size
-        source, reasons = find_source({0: self.step}, {0: self.formed}, self.alive, size)
+        size, all_ranks = plan.mesh.world_size, range(len(self.kept))
+        while True:
+            source, reasons = find_source({0: self.step}, {0: self.formed}, sorted(self.alive), size)
+            if source or self.lost != "some":
+                break
+            assert reasons and "not all is left of" in reasons[0], "storage alone is left, and the journal says why"
+            self.alive, self.spared = [*self.alive, next(r for r in all_ranks if r not in self.alive)], self.spared + 1
         assert source and source.step == self.step, f"not whole in memory: {reasons}"
+        self.killed = len(all_ranks) - len(self.alive)
         source = seated(source, list(range(100, 100 + size)), size)
         if source.gathered:
             _, handed = source.plan_handovers(self.kept[0].held)

@@ -36,7 +36,16 @@ from tests.fuzz.draw_plans import EXPERTS, RANKS, SCHEDULES, SCHEMES, changed, d
 from tests.fuzz.draw_training import OWN_LOSSES
 from tests.fuzz.passages import InMemory, OnStorage
 from tests.harness.held import check_held, check_stages
-from tests.harness.oracle import Result, assemble, check_bytes, compare, configure, trainer_of
+from tests.harness.oracle import (
+    Result,
+    assemble,
+    check_bytes,
+    compare,
+    configure,
+    moments_of,
+    numbers_of,
+    trainer_of,
+)
 from tests.harness.registries import as_before
 from tests.harness.replay import replay
 from tests.harness.threads import run_threads
@@ -58,17 +67,23 @@ def on_threads(c: Config, plan: Plan, work: Callable[[Communicator], Any]) -> li
 
 
 def check(
-    r: Random, configs: Sequence[Config], plans: Sequence[Plan], ranks: Ranks = on_threads, asks: bool = True
+    r: Random,
+    configs: Sequence[Config],
+    plans: Sequence[Plan],
+    ranks: Ranks = on_threads,
+    asks: bool = True,
+    passage: OnStorage | InMemory | None = None,
 ) -> None:
     """Run the plans one after the other and compare each with the same steps of one process. `asks`: also compare an
-    evaluation and, of a model that writes texts, the scores of some, with the last weights.
+    evaluation and, of a model that writes texts, the scores of some, with the last weights; `passage`: of the state to
+    the second plan, drawn if None.
 
     Raises AssertionError naming what differs.
     """
     ends = r.choice(ENDS[len(plans)])
     phases = [range(first + 1, end + 1) for first, end in pairwise((0, *ends))]
     expected = alone(configs[0], phases, asks=asks)
-    passage: OnStorage | InMemory = OnStorage() if len(plans) == 1 or r.random() < 0.5 else InMemory(r)
+    passage = passage or (OnStorage() if len(plans) == 1 or r.random() < 0.5 else InMemory(r))
     before = expected[0].initial
     try:
         for number, (c, plan, steps) in enumerate(zip(configs, plans, phases, strict=True)):
@@ -201,7 +216,8 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0, asks: bool = False) -> 
     plan = make_plan(one)
     trainer = trainer_of(one, plan, SingleRank(plan.mesh), open_data(one))
     generator = torch.Generator().manual_seed(0)
-    for weight in trainer.weights.master.values():  # which in fp64 are those that it computes with
+    nudged = [w for w in trainer.weights.master.values() if nudge and w.is_floating_point()]
+    for weight in nudged:  # which in fp64 are those that it computes with
         weight.data.mul_(1 + nudge * torch.randint(-1, 2, weight.shape, generator=generator, dtype=weight.dtype))
     return [steps_of(trainer, trainer.communicator, steps, asks and steps is phases[-1]) for steps in phases]
 
@@ -241,7 +257,7 @@ def run_phase(
 def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: bool) -> Result:
     """Compute steps: the gradients of the first, loss and gradient norm of each, the weights at both ends, and answers
     if `asks`."""
-    initial = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    initial = numbers_of(trainer)
     gradients: dict[str, Tensor] = {}
     update = trainer._update_weights
 
@@ -258,14 +274,14 @@ def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: b
     reports += [trainer.step(k) for k in steps[1:]]
     trainer._update_weights = update  # type: ignore[method-assign]
     assert not any(report.skipped for report in reports), "a step was skipped"
-    final = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    final = numbers_of(trainer)
     (loss, norm), *numbers = [(report.loss, report.grad_norm) for report in reports]
     numbers += [tuple(answers(trainer))] if asks else []
     moved = Counter(reports[0].comm_bytes)
     averages = final | {n: w.detach().clone() for n, w in trainer.weights.averages.items()}
     first, after = (loss, norm, gradients, initial, final), (sum(numbers, ()), moved, log, averages, reports[0].routed)
     states = {n: state.clone() for n, state in trainer.weights.states.items()}
-    return Result(communicator.rank, *first, *after, states, routing)
+    return Result(communicator.rank, *first, *after, states, routing, moments_of(trainer))
 
 
 def answers(trainer: Trainer) -> list[float]:

@@ -27,6 +27,7 @@ from platform.config.fields import (
 from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.special_tokens import SpecialIds
+from platform.optimizer.optimizers import NOT_OF_FACTORED, NOT_OF_MATRICES, probe_optimizer_state
 from platform.plan.model_types import NF4_BLOCK
 from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
@@ -43,6 +44,7 @@ from tests.harness.replayed_bytes import replay_traffic
 from tests.harness.threads import run_threads
 
 CONF = Path(__file__).parents[2] / "conf"
+ROUNDING = 1e-5  # what is trained may have no gradient at all, but for rounding of larger ones
 STEPS = 2  # the second one goes on from weights and moments that the first has made
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -237,6 +239,7 @@ class Result:
     routed: list[int] = field(default_factory=list)  # of experts: what this rank counts in the first step
     states: dict[str, Tensor] = field(default_factory=dict)  # parameters without gradient, in the end
     routing: dict[str, list[Any]] = field(default_factory=dict)  # of rows in the first step, by layer
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of trained parameters, in the end
 
 
 def on_host(result: Result) -> Result:
@@ -273,6 +276,19 @@ def numbers_of(trainer: Trainer) -> dict[str, Tensor]:
         flat = decode_weights(stored, torch.empty(len(stored) * NF4_BLOCK, dtype=torch.float64))
         numbers[p.name] = flat.view(shape) if flat.numel() == torch.Size(shape).numel() else flat
     return numbers
+
+
+def moments_of(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """New copies of the optimizer's moments that are laid out as parameters are: zeros for what has none."""
+    plan, weights, moments = trainer.plan, trainer.weights, {}
+    for kind in probe_optimizer_state(trainer.config.optimizer, torch.float64, torch.device("cpu"))[0]:
+        lacks = {NOT_OF_MATRICES: plan.matrices, NOT_OF_FACTORED: plan.factored}.get(kind, ())
+        states = {n: trainer.optimizer.state.get(weights.updated[n][0], {}) for n in weights.trainable_masters}
+        moments[kind] = {
+            n: torch.zeros_like(weights.master[n]) if n in lacks else weights.part_of_parameter(n, state[kind]).clone()
+            for n, state in states.items()
+        }
+    return moments
 
 
 def compute(c: Config, plan: Plan, communicator: Communicator) -> Result:
@@ -347,15 +363,18 @@ def assemble(
 def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) -> None:
     """Tolerances of docs/numerics.md, for every rank. Raises AssertionError naming the tensor."""
     lr = c.optimizer.lr
-    largest = max(g.abs().max() for g in expected.gradients.values())
+    largest = max(g.abs().max() for g in expected.gradients.values()).clamp(min=ROUNDING)
     parts = {
         "initial": (lambda r: r.initial, 0.0, 0.0),
         "gradient": (lambda r: r.gradients, 1e-10, 1e-13 * largest),
         "final": (lambda r: r.final, 1e-10, 1e-10 * lr),
         **({"average": (lambda r: r.averages, 1e-10, 1e-10 * lr)} if expected.averages else {}),
     }
+    for kind in expected.moments:
+        parts[f"moment {kind}"] = (lambda r, kind=kind: r.moments[kind]), 1e-10, 1e-13 * max(largest, largest**2)
     for what, (pick, relative, absolute) in parts.items():
-        found, wanted = assemble(plan, results, pick, trained=what == "gradient"), pick(expected)
+        trained = what == "gradient" or what.startswith("moment")
+        found, wanted = assemble(plan, results, pick, trained), pick(expected)
         for name, value in found.items():
             whole = wanted[name][tuple(slice(n) for n in value.shape)]  # a large vocab is padded on one worker too
             error = (value - whole).abs().max()

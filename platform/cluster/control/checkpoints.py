@@ -296,10 +296,9 @@ class Checkpoints:
         self._cadence.restart_interval()
         self._abandoned, self._saving, self._began = False, step, monotonic()
         snapshots = crew.call_ranks(Worker.copy_state)
-        values: dict[str, Any] = next((s.values for s in snapshots if s.values), {"optimizer": {}})
         self._wanted, self._reports, self._useful = SimpleQueue(), SimpleQueue(), useful_seconds
         write = partial(_request_block_files, self._wanted, self._reports)
-        self._saver.start_save(snapshots[0].tensors, self._build_meta(step, values), write, self._files)
+        self._saver.start_save(snapshots[0].tensors, self._build_meta(step, snapshots[0].values), write, self._files)
 
     def advance_save(self, crew: Crew, wait: float = 0.0) -> None:
         """Continue the save under way, between two training steps: send the workers the directory to write to, collect

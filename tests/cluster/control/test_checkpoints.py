@@ -25,7 +25,7 @@ class Answers:
 
     def call_ranks(self, method, *arguments):
         if method == "snapshot":
-            return [Copied({}, {}), Copied({}, {"step": 1.0})]
+            return [Copied({}, {"step": 1.0})] * 2
         if method == "write":
             return [None, None]
         answer = self.written.pop(0)
