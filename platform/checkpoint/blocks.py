@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
-from platform.plan.model_types import SCALE_BLOCK, SCALES, STATES, Parameter
+from platform.plan.model_types import NF4, NF4_BLOCK, NF4_BYTES, SCALE_BLOCK, SCALES, STATES, Parameter
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ class Box(NamedTuple):
             offset.append(first)
             extent.append(last - first)
         return Box(tuple(offset), tuple(extent))
+
+    def is_covered_by(self, others: Iterable[Box]) -> bool:
+        """Return True if every element of this block of a tensor is in one of `others`, which do not overlap."""
+        parts = map(self.intersect_box, others)
+        return sum(part.num_elements for part in parts if part) == self.num_elements
 
     def relative_slices(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices that select this block of a global tensor in an array of the larger block `outer`."""
@@ -223,13 +228,13 @@ State = Sequence[HeldTensor]  # training state: its tensors
 def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:
     """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
     copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them, or the scales
-    of its blocks, where it has them. Tensors are named KIND.PARAMETER."""
-    unit = find_unit(kind)
+    of its blocks, where it has them, or blocks in 4 bits (nf4). Tensors are named KIND.PARAMETER."""
+    unit, named = find_unit(kind), frozenset(plan.quantised if kind == NF4 else plan.scaled)
     ranks_per_stage = plan.mesh.world_size // plan.num_stages  # ranks of a stage, which follow each other
     coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
     held_tensors, known_layouts = [], {}
     # in the order of the buckets' memory, so that neighbours are copied together
-    for p in (p for bucket in plan.buckets for p in bucket.parameters if unit == 1 or p.name in plan.scaled):
+    for p in (p for bucket in plan.buckets for p in bucket.parameters if unit == 1 or p.name in named):
         bucket, (first, *others) = plan.bucket_by_parameter[p.name], plan.stages_of[p.name]
         # layers share layouts and shards, on the ranks of their own stages
         before = () if plan.uneven_parameters.isdisjoint(q.name for q in bucket.parameters) else bucket.block_key
@@ -239,8 +244,9 @@ def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[H
             starts = [stage * ranks_per_stage for stage in sorted((first, *others))]
             stage_ranks = (rank for start in starts for rank in range(start, start + ranks_per_stage))
             places = ((rank, coordinates[rank]) for rank in stage_ranks)
-            rank_boxes = [(rank, box) for rank, at in places for box in _list_saved_boxes(plan, p, at, unit)]
-            shape = scale_box(Box.whole_tensor(plan.global_shape(p)), plan.global_shape(p), unit).extent
+            rank_boxes = [(rank, box) for rank, at in places for box in _list_saved_boxes(plan, p, at, kind)]
+            whole_box = scale_box(Box.whole_tensor(plan.global_shape(p)), plan.global_shape(p), unit)
+            shape = _append_bytes(whole_box, kind).extent
             known_layouts[key] = first, HeldTensor.group_holders("", dtype, shape, rank_boxes)
         at, held = known_layouts[key]
         holders = _shift_ranks(held.holders, (first - at) * ranks_per_stage)
@@ -279,7 +285,7 @@ def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinat
         if p.name not in tensors:
             continue
         at = 0
-        for box in _list_saved_boxes(plan, p, coordinates, find_unit(kind)):
+        for box in _list_saved_boxes(plan, p, coordinates, kind):
             flat = tensors[p.name].detach().view(-1)
             blocks.append(Block(f"{kind}.{p.name}", box, flat[at : at + box.num_elements].view(box.extent)))
             at += box.num_elements
@@ -288,7 +294,8 @@ def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinat
 
 def find_unit(kind: str) -> int:
     """Return how many elements of a parameter there are to each number of a tensor of this `kind`, or name."""
-    return SCALE_BLOCK if kind.partition(".")[0].endswith(SCALES) else 1
+    kind = kind.partition(".")[0]
+    return NF4_BLOCK if kind == NF4 else SCALE_BLOCK if kind.endswith(SCALES) else 1
 
 
 def scale_box(box: Box, shape: Sequence[int], unit: int) -> Box:
@@ -302,17 +309,23 @@ def scale_box(box: Box, shape: Sequence[int], unit: int) -> Box:
     return Box((*box.offset[:first], offset), (*box.extent[:first], extent))
 
 
-def _list_saved_boxes(plan: Plan, p: Parameter, coordinates: Mapping[str, int], unit: int = 1) -> list[Box]:
-    """Return the blocks of parameter `p` whose master copy and optimizer state the rank at `coordinates` saves: its
-    block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has none.
-    `unit`: elements for which there is one number."""
+def _append_bytes(box: Box, kind: str) -> Box:
+    """Return a block of a tensor of this `kind` with a last dim, the bytes of each number, if they are in 4 bits."""
+    return Box((*box.offset, 0), (*box.extent, NF4_BYTES)) if kind == NF4 else box
+
+
+def _list_saved_boxes(plan: Plan, p: Parameter, coordinates: Mapping[str, int], kind: str) -> list[Box]:
+    """Return the blocks of a `kind` of parameter `p`'s state, such as its master copy, that the rank at `coordinates`
+    saves: its block, or, if the plan shards that state, the blocks that make up its shard, in order; [] if it has
+    none."""
     if not plan.has_block(p, coordinates):
         return []
+    unit = find_unit(kind)
     box = scale_box(Box.build_box(plan.locate_block(p, coordinates)), plan.global_shape(p), unit)
     if not plan.bucket_by_parameter[p.name].sharded:
-        return [box]
+        return [_append_bytes(box, kind)]
     first, last = plan.shard_range(p, coordinates)
-    return split_flat_range(box, first // unit, last // unit) if first < last else []
+    return [_append_bytes(part, kind) for part in split_flat_range(box, first // unit, last // unit)]
 
 
 class Piece(NamedTuple, Generic[S]):

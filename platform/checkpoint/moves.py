@@ -137,11 +137,12 @@ def divide_pieces(pieces: Sequence[Piece[S]], count: int) -> list[list[Piece[S]]
 
 
 def clear_padding(state: State, blocks: Sequence[Block]) -> None:
-    """Set this rank's blocks that reach beyond their tensor (a padded vocab) to 0: checkpoints hold no padding."""
+    """Set what of this rank's blocks lies beyond their tensor (a padded vocab) to 0: checkpoints hold no padding."""
     shapes = {t.name: t.shape for t in state}
     for name, box, tensor in blocks:
-        if box.intersect_box(Box.whole_tensor(shapes[name])) != box:
-            tensor.detach().zero_()
+        for d, (start, size, end) in enumerate(zip(*box, shapes[name], strict=True)):
+            real = min(max(end - start, 0), size)
+            tensor.detach().narrow(d, real, size - real).zero_()
 
 
 def exchange_pieces(

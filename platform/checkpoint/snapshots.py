@@ -186,14 +186,16 @@ class MemoryMap:
     ranks of one memory that hold the same blocks write an equal part of them each; else each writes all that it holds,
     as one of them may turn out to be damaged. A part that only one failure domain has is copied to others (`copies`);
     domains are the nodes or, where there is one node, what can be lost there: a memory or, where ranks may be
-    distrusted, a rank.
+    distrusted, a rank. `base`: chains of the frozen weights of adapters, of which no rank has copies.
     """
 
-    def __init__(self, state: State, nodes: Sequence[Hashable], shared: bool, divided: bool = True):
+    def __init__(self, state: State, nodes: Sequence[Hashable], shared: bool, divided: bool = True, base: State = ()):
         """Make the map of in-memory snapshots. `state`: the tensors of the training state, with the ranks that hold
-        their blocks; `nodes`: the node of every rank; `shared`: True if the ranks of each node share memory; `divided`:
-        True if these ranks divide what they hold alike, instead of writing all of it each."""
+        their blocks, `base`: the frozen ones of adapters; `nodes`: the node of every rank; `shared`: True if the ranks
+        of each node share memory; `divided`: True if these ranks divide what they hold alike, instead of writing all of
+        it each."""
         self.state, self.chains, self.shared = state, join_chains(state), shared
+        self.base = join_chains(base)
         self.memories: Sequence[Hashable] = nodes if shared else range(len(nodes))
         self._divided = shared and divided
         domains = self.memories if self._divided else range(len(nodes))
@@ -308,11 +310,14 @@ class NodeSnapshot:
     """Training state at one step in the memory that the ranks of a node share, as one of them reads it, also of ranks
     that have died; of one rank where they share none. `values`: plain data."""
 
-    def __init__(self, buffers: Sequence[HostBuffer], values: Any):
+    def __init__(self, buffers: Sequence[HostBuffer], values: Any, base: Iterable[tuple[Share, Tensor]] = ()):
         """Collect the `buffers` of snapshots of all ranks that share a memory: own blocks before copies, as a copy of a
-        part that one of these ranks holds itself is not needed. `values`: plain data."""
+        part that one of these ranks holds itself is not needed. `values`: plain data; `base`: parts that never
+        change, with their bytes."""
         self.values = values
         self._parts: dict[str, dict[Box, Tensor]] = defaultdict(dict)
+        for (tensor, box), stored in base:
+            self._parts[tensor.name][box] = stored
         for buffer in buffers:
             for (tensor, box), at, end in buffer.places:
                 parts = self._parts[tensor.name]
@@ -351,9 +356,11 @@ class RankSnapshots:
     the ranks that share its memory.
 
     Once two have been taken, they take 2 x its own parts of the state and 2 x its copies of host memory.
-    `held`: map of the parts that each rank has. `pinned`: True if own parts are page-locked,
-    for state on a GPU.
+    `held`: map of the parts that each rank has. `base`: this rank's blocks of what never changes, in the memory where
+    it computes. `pinned`: True if own parts are page-locked, for state on a GPU.
     """
+
+    base: Sequence[Block] = ()
 
     def __init__(self, held: MemoryMap, rank: int, mates: Mapping[int, SharedMemory], pinned: bool = False):
         """Prepare the in-memory snapshots of `rank`. `held`: map of the parts that each rank has; `mates`: the memory
@@ -376,13 +383,14 @@ class RankSnapshots:
         all_gather: Callable[[Any], list[Any]],
         divided: bool = True,
         pinned: bool = False,
+        base: State = (),
     ) -> RankSnapshots:
         """Find out whether the ranks of every node can share memory, and prepare to take snapshots; all ranks call it
         together. `state` (tensors with the holders of their blocks) and `nodes` (every rank's) are equal on all of
-        them; `all_gather`: gathers one value of every rank on all; `divided`: see `MemoryMap`."""
+        them; `all_gather`: gathers one value of every rank on all; `divided`, `base`: see `MemoryMap`."""
         memory = SharedMemory.create()
         mates = open_node_memories(memory, nodes, rank, all_gather)
-        held = MemoryMap(state, nodes, mates is not None, divided)
+        held = MemoryMap(state, nodes, mates is not None, divided, base)
         return cls(held, rank, mates or {rank: memory}, pinned)
 
     @property
@@ -413,7 +421,19 @@ class RankSnapshots:
                 raise RuntimeError(f"rank {mate} holds no snapshot of step {step}")
             snapshots.append(snapshot)
         buffers = [*(one.own_buffer for one in snapshots), *(one.copies_buffer for one in snapshots)]
-        return NodeSnapshot([self._handed, *buffers], snapshots[0].values)
+        return NodeSnapshot([self._handed, *buffers], snapshots[0].values, self._iterate_base_parts())
+
+    def _iterate_base_parts(self) -> Iterator[tuple[Share, Tensor]]:
+        """Yield this rank's blocks of what never changes, without padding, and their bytes, as a snapshot has them."""
+        tensors = {tensor.name: tensor for chain in self.held.base for tensor, _ in chain.blocks}
+        for name, box, weights in self.base:
+            if real := box.intersect_box(Box.whole_tensor(tensors[name].shape)):
+                numbers = weights[real.relative_slices(box)].contiguous().view(-1).view(torch.uint8)
+                yield Share(tensors[name], real), numbers.view(*real.extent, tensors[name].itemsize)
+
+    def move_base_to_host(self) -> None:
+        """Move this rank's blocks of what never changes to host memory, to make room for the next generation's."""
+        self.base = [block._replace(tensor=block.tensor.cpu()) for block in self.base]
 
     def _iterate_mate_snapshots(self, mate: int) -> Iterator[Snapshot]:
         """Yield the in-memory snapshots of rank `mate`, this rank or one that shares memory with it."""

@@ -230,6 +230,7 @@ class StoredStates:
 
 
 SCALE_BLOCK = 256  # consecutive elements of a flattened parameter with one scale, as in torchao
+NF4 = "nf4"  # kind of tensors that are weights in 4 bits
 SCALES = "_scale"  # behind the name of a moment in 8 bits: the scales of its blocks
 LOW = "low"  # kind of the low halves of masters, where `model` has the high ones
 LEAST_SCALED = 4096  # elements of the smallest parameter whose moments have scales, as in torchao and bitsandbytes

@@ -27,7 +27,7 @@ from platform.runtime.communicator import all_gather_values
 from platform.train.faults import WORDS
 from platform.train.replies import Damage, Differences, Dispute
 from platform.train.trainer import Trainer
-from platform.train.training_state import RankTrainingState, list_state_tensors
+from platform.train.training_state import RankTrainingState, list_kept_base, list_state_tensors
 
 
 def is_divided(config: Config) -> bool:
@@ -53,7 +53,8 @@ class Formation:
         """Return which parts of the training state each rank's snapshots have. `plan`: None makes the plan again."""
         plan = plan or make_plan(self.config, stage_of=self.stage_of)
         nodes = self.domains or [""] * plan.mesh.world_size
-        return MemoryMap(list_state_tensors(plan, self.moments), nodes, self.shared, is_divided(self.config))
+        state = list_state_tensors(plan, self.moments)
+        return MemoryMap(state, nodes, self.shared, is_divided(self.config), list_kept_base(plan))
 
 
 @dataclass(frozen=True)
@@ -93,18 +94,23 @@ class MemorySource:
     def list_surviving_chains(self, held: MemoryMap) -> list[JoinedBlocks]:
         """Return the chains of blocks of the training state that surviving workers have in memory, each with the ranks
         of the new mesh that can read it; equal on all ranks. `held`: the memory map of `formed`."""
-        chains, copies, readers = held.chains, held.copies, held.map_readers(self.new_rank_by_old, self.distrusted)
         if self.gathered:
-            chains, copies = self.plan_handovers(held)
             readers = {self.gathered.index(old): (new,) for old, new in self.new_rank_by_old.items()}
-        return recovery.find_surviving_chains(chains, copies, readers)
+            return recovery.find_surviving_chains(*self.plan_handovers(held), readers)
+        return self._list_readable_chains(held, self.new_rank_by_old)
+
+    def _list_readable_chains(self, held: MemoryMap, seats: Mapping[int, int]) -> list[JoinedBlocks]:
+        """Return the chains of blocks that ranks can read: of snapshots in their memory, and what they themselves keep
+        of the base. `seats`: rank before the failure -> rank that reads."""
+        survived = recovery.find_surviving_chains(held.chains, held.copies, held.map_readers(seats, self.distrusted))
+        return survived + recovery.find_surviving_chains(held.base, (), {old: (new,) for old, new in seats.items()})
 
     def plan_handovers(self, held: MemoryMap) -> tuple[list[JoinedBlocks], list[Copy]]:
         """Return how workers that survived a failure pass parts of their training state on before the mesh re-forms:
         the chains of blocks that they can read, by their index among the `gathered` ranks; and the copies that
         survivors without a new rank send to others."""
-        readers = held.map_readers({old: i for i, old in enumerate(self.gathered)}, self.distrusted)
-        survived, seated = recovery.find_surviving_chains(held.chains, held.copies, readers), set(self.kept)
+        survived = self._list_readable_chains(held, {old: i for i, old in enumerate(self.gathered)})
+        seated = set(self.kept)
         return survived, recovery.assign_handovers(survived, [old in seated for old in self.gathered])
 
 
@@ -136,7 +142,8 @@ def find_source(
             more_missing = f" and {len(missing) - 1} more" if missing[1:] else ""
             reasons.append(f"step {step} of generation {generation}: not all is left of {missing[0]}{more_missing}")
             continue
-        needed = _choose_few_covering_ranks(part_keepers, survivors, held.memories, size)
+        base_holders = {frozenset(chain.holders).intersection(survivors) for chain in held.base}
+        needed = _choose_few_covering_ranks(part_keepers, survivors, held.memories, size, base_holders)
         gathered = survivors if len(needed) > size else []
         return MemorySource(generation, step, old, needed[:size], gathered, survivors, damaged_ranks), reasons
     return None, reasons
@@ -154,19 +161,26 @@ def take_seats(source: MemorySource, seats: Sequence[int]) -> MemorySource | Non
 
 
 def _choose_few_covering_ranks(
-    keepers: recovery.Keepers, alive: Sequence[int], memories: Sequence[object], new_size: int
+    keepers: recovery.Keepers,
+    alive: Sequence[int],
+    memories: Sequence[object],
+    new_size: int,
+    base_holders: Collection[Collection[int]],
 ) -> list[int]:
     """Choose a few of the surviving ranks `alive` whose in-memory snapshots together are the whole training state: at
     most `new_size`, the number of the new mesh's ranks, or more if a greedy search finds no fewer. `keepers`: a result
     of `map_keepers` for that state; `memories`: the memory in which every rank's snapshots are, perhaps shared with
-    others."""
+    others; `base_holders`: the survivors that hold the same parts of a base, one of which is chosen too."""
     chosen, ranks_by_memory = set(alive), Counter(memories[rank] for rank in alive)
+    left = [set(holders) for holders in base_holders]
     for rank in reversed(alive):
         memory = memories[rank]
-        shares = ranks_by_memory[memory] > 1
-        if len(chosen) > new_size and (shares or recovery.is_recoverable(keepers, ranks_by_memory.keys() - {memory})):
+        shares, may_go = ranks_by_memory[memory] > 1, len(chosen) > new_size and {rank} not in left
+        if may_go and (shares or recovery.is_recoverable(keepers, ranks_by_memory.keys() - {memory})):
             chosen.remove(rank)
             ranks_by_memory -= Counter([memory])
+            for holders in left:
+                holders.discard(rank)
     return sorted(chosen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,12 +30,12 @@ from platform.checkpoint.blocks import (
 )
 from platform.checkpoint.buffer import FileImage, LiveBlocks
 from platform.checkpoint.manifest import Corrupt, Manifest, Refused
-from platform.checkpoint.memory_recovery import recover_state
+from platform.checkpoint.memory_recovery import list_lost_tensors, recover_state
 from platform.checkpoint.moves import World, fill_blocks
 from platform.checkpoint.snapshots import NodeSnapshot
 from platform.config.fields import hash_values
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, probe_optimizer_state
-from platform.plan.model_types import LOW, NF4_BLOCK, SCALES
+from platform.plan.model_types import LOW, NF4, NF4_BLOCK, SCALES
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import all_gather_values
@@ -88,6 +89,13 @@ def list_base_tensors(plan: Plan) -> list[HeldTensor]:
     return [replace(h, dtype="float32") if h.name in quantised else h for h in base]
 
 
+def list_kept_base(plan: Plan) -> list[HeldTensor]:
+    """Return the weights that a plan's adapters are of, as its ranks keep them: some in 4 bits."""
+    in_4_bits = list_held_tensors(plan, NF4, torch.uint8) if plan.quantised else []
+    quantised = {f"model.{name}" for name in plan.quantised}
+    return [*(h for h in list_base_tensors(plan) if h.name not in quantised), *in_4_bits]
+
+
 def _is_kept_moment(plan: Plan, moment: str, name: str) -> bool:
     """Return True if the optimizer keeps this moment of the trained parameter `name`, as part of the training state."""
     if moment in SIDES:
@@ -114,7 +122,8 @@ def _held_side(plan: Plan, h: HeldTensor, side: str) -> HeldTensor:
 class RankTrainingState:
     """Training state of one rank's trainer, as checkpoints and snapshots store it. `held`: all tensors of the run's
     state with the ranks that keep their blocks, equal on all ranks: model.PARAMETER, MOMENT.PARAMETER for each of the
-    `moments` that are kept of it (the optimizer's, and the average), and parameters without gradient."""
+    `moments` that are kept of it (the optimizer's, and the average), and parameters without gradient; `base`: the
+    weights that adapters are of, which are neither in checkpoints nor in snapshots."""
 
     def __init__(self, trainer: Trainer):
         """List the tensors of the training state, weights and optimizer moments, that the rank of `trainer` saves and
@@ -130,7 +139,7 @@ class RankTrainingState:
         optimizer_moments += SIDES if self._plan.factored else ()
         optimizer_moments += [moment + SCALES for moment in optimizer_moments if self._plan.stored.moments == "int8"]
         self.moments = optimizer_moments + ([AVERAGE] if trainer.config.train.ema else [])
-        self.held = list_state_tensors(self._plan, self.moments)
+        self.held, self.base = list_state_tensors(self._plan, self.moments), list_kept_base(self._plan)
         own_names = (h.name for h in self.held if any(self._communicator.rank in ranks for ranks in h.holders.values()))
         self._mine = set(own_names)
         self._image: FileImage | None = None
@@ -169,6 +178,14 @@ class RankTrainingState:
             self._where, self._blocks = addresses, LiveBlocks(blocks)
         return self._blocks
 
+    def base_blocks(self) -> list[Block]:
+        """Return this rank's blocks of the weights that adapters are of, as it keeps them: views, for a recovery."""
+        plan, at, quantised = self._plan, self._communicator.coordinates, frozenset(self._plan.quantised)
+        base = [*self._trainer.weights.own_masters.items()] if plan.adapters else []
+        kinds = {"model": plan.frozen.difference(quantised), NF4: quantised}
+        by_kind = {kind: {n: w for n, w in base if n in names} for kind, names in kinds.items()}
+        return [b for kind, tensors in by_kind.items() for b in local_blocks(plan, kind, tensors, at)]
+
     def read_values(self) -> dict[str, Any]:
         """Return the parts of the training state that are no tensors, as plain data; see `start_reading_values`."""
         return self.start_reading_values()()
@@ -202,17 +219,23 @@ class RankTrainingState:
         if AVERAGE in self.moments:
             self._trainer.weights.begin_averages()
 
-    def _load_base(self) -> None:
-        """Fill the weights that adapters are of from train.init; without it they have their initial values already."""
-        if self._plan.adapters and self._trainer.config.train.init not in ("", "random"):
-            self._fill_weights(self._open_initial_weights(), list_base_tensors(self._plan))
+    def _load_base(self, survived: Sequence[JoinedBlocks] = ()) -> None:
+        """Fill the weights that adapters are of, but for blocks that `survived` in memory, from train.init; without it
+        they have their initial values already."""
+        lost = {name.partition(".")[2] for name in list_lost_tensors(self.base, survived)}
+        if not lost or self._trainer.config.train.init in ("", "random"):
+            return
+        weights, boxes = self._open_initial_weights(), defaultdict[str, list[Box]](list)
+        for tensor, box in (block for chain in survived for block in chain.blocks):
+            boxes[tensor.name].append(box)
+        pieces = [p for p in weights.pieces if not p.box.is_covered_by(boxes[p.name])]
+        held = [h for h in list_base_tensors(self._plan) if h.name.partition(".")[2] in lost]
+        self._fill_weights(replace(weights, pieces=pieces), held)
 
     def _fill_weights(self, start_weights: InitialWeights, held: Sequence[HeldTensor]) -> None:
         """Fill this rank's blocks of the weights `held` that are among `start_weights`; all ranks call it together."""
-        names, plan, at = {p.name for p in start_weights.pieces}, self._plan, self._communicator.coordinates
-        base = plan.frozen.difference(plan.quantised) if plan.adapters else ()
-        weights = {n: w for n, w in self._trainer.weights.own_masters.items() if n in base}
-        blocks = [*local_blocks(plan, "model", weights, at), *self.live_blocks()]
+        names, plan = {p.name for p in start_weights.pieces}, self._plan
+        blocks = [*self.base_blocks(), *self.live_blocks()]
         halves = [(h, f"model.{h.name.partition('.')[2]}") for h in held if h.name.startswith(("model.", f"{LOW}."))]
         wanted = {h.name: h for h, weight in halves if weight in names or not plan.adapters}
         for name in plan.quantised:
@@ -255,12 +278,14 @@ class RankTrainingState:
     def recover_state(self, survived: Sequence[JoinedBlocks], node: NodeSnapshot | None) -> None:
         """Recover this rank's training state from in-memory snapshots of any plan that survivors of a failure can read;
         all ranks call it together. `survived`: chains of blocks with their readers; `node`: snapshot that this rank can
-        read, None if it has none; see `platform.checkpoint.memory_recovery.recover_state`."""
+        read, None if it has none; see `platform.checkpoint.memory_recovery.recover_state`. The base of
+        adapters comes from memory too, and from storage where no survivor holds it."""
         known = [values for values in all_gather_values(self._communicator, node.values if node else {}) if values]
         assert all(values == known[0] for values in known), "what is no tensor is alike on all ranks"
-        self._load_base()
+        self._load_base(survived)
         self._prepare_state(known[0])
-        recover_state(survived, node.read_part if node else _refuse_read, self.held, self.live_blocks(), self._world)
+        state, blocks = [*self.held, *self.base], [*self.live_blocks(), *self.base_blocks()]
+        recover_state(survived, node.read_part if node else _refuse_read, state, blocks, self._world)
         self._trainer.weights.refresh_copies()
 
     def _prepare_state(self, values: Mapping[str, Any]) -> None:

@@ -144,6 +144,8 @@ class Worker(RecordingWorker):
         c, lacking = self._settle_compilation()
         self._unheld = self._updated = None
         data = open_run_corpus(c, entry=corpus)
+        for earlier in self.memories.values():
+            earlier.move_base_to_host()
         self.trainer = Trainer(c, self.plan, self.communicator, data, StageRows.decode_rows(rows), fresh)
         self.state = RankTrainingState(self.trainer)
         self.combiner = ReportCombiner(self.plan, self.communicator, c.elastic.slow, c.monitor.layers, reach or {})
@@ -152,7 +154,8 @@ class Worker(RecordingWorker):
         if c.elastic.snapshot_interval:
             nodes, all_gather = domains or [""] * self.world_size, partial(all_gather_values, self.communicator)
             options = {"divided": is_divided(c), "pinned": self.device == "cuda"}
-            memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, **options)
+            memory = RankSnapshots.open(self.state.held, nodes, self.rank, all_gather, base=self.state.base, **options)
+            memory.base = self.state.base_blocks()
             self.communicator.connect_peers(find_copy_peers(memory.held.copies, self.rank))
             self.memories[self.generation], shared = memory, memory.held.shared
         device = torch.cuda.get_device_properties() if self.device == "cuda" else None
@@ -427,9 +430,9 @@ class Worker(RecordingWorker):
             communicator.abort()
 
     def leave(self) -> None:
-        """Leave the mesh of workers: close its process groups and free the model; in-memory snapshots stay. Works in
-        any state, repeatedly too; `join_mesh` may follow. Raises RuntimeError if the device no longer works, which
-        makes this process useless."""
+        """Leave the mesh of workers: close its process groups and free the model; in-memory snapshots stay, and what
+        adapters are of. Works in any state, repeatedly too; `join_mesh` may follow. Raises RuntimeError if the device
+        no longer works, which makes this process useless."""
         self.abort()  # after a failure, closing would wait for collectives and transfers in progress
         self._end_recording()
         communicator, self.communicator = self.communicator, None

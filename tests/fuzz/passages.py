@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import torch
+
 from platform.boundary.storage import open_storage
 from platform.checkpoint.catalogue import choose_attempt_directory, commit_checkpoint, load_manifest
 from platform.checkpoint.manifest import Meta
+from platform.checkpoint.memory_recovery import list_lost_tensors
 from platform.checkpoint.snapshots import RankSnapshots
 from platform.config.fields import Config
 from platform.config.ramps import step_sample_range
@@ -77,7 +80,8 @@ class InMemory:
     def keep(self, trainer: Trainer, step: int) -> tuple[RankSnapshots, list[str]]:
         """Return one rank's snapshots, taken now, and the names of its optimizer's moments."""
         state, here = RankTrainingState(trainer), trainer.communicator
-        memory = opened(state.held, self._homes(trainer.plan.mesh.world_size), here, self.shared)
+        memory = opened(state.held, self._homes(trainer.plan.mesh.world_size), here, self.shared, base=state.base)
+        memory.base = state.base_blocks()
         take(memory, step, state.live_blocks(), state.read_values(), here.transfer)
         return memory, list(state.moments)
 
@@ -115,10 +119,12 @@ class InMemory:
         self.survived = source.list_surviving_chains(self.kept[0].held)
 
     def restore(self, trainer: Trainer) -> None:
-        memory = self.memories.get(trainer.communicator.rank)
-        RankTrainingState(trainer).recover_state(
-            self.survived, memory.open_node_snapshot(self.step) if memory else None
-        )
+        memory, state = self.memories.get(trainer.communicator.rank), RankTrainingState(trainer)
+        lost = list_lost_tensors(state.base, self.survived)
+        for name, _, weights in state.base_blocks():
+            if name not in lost:
+                weights.fill_(torch.nan if weights.is_floating_point() else 255)
+        state.recover_state(self.survived, memory.open_node_snapshot(self.step) if memory else None)
 
     def end(self) -> None:
         pass

@@ -14,7 +14,7 @@ import torch
 from platform.checkpoint import buffer, snapshots
 from platform.checkpoint.blocks import Block, Box, HeldTensor, Share
 from platform.cluster.crew.heartbeats import HangWatch
-from platform.config.fields import Config
+from platform.config.fields import Config, Tune
 from platform.plan.simulate import stage_rows
 from platform.predict.choose_schedule import build_schedules
 from platform.runtime.progress import PROGRESS
@@ -119,6 +119,26 @@ def test_a_step_that_fails_while_its_snapshot_runs(config, worker):
     form(disturbed, 2)
     disturbed.recover_state(seated(source, [], 1))
     assert [disturbed.step(step).loss for step in (3, 4)] == expected[2:]
+
+
+def test_what_adapters_are_of_stays_in_memory(config, worker, monkeypatch):
+    """A worker that leaves keeps it, up to the first step of a generation that has it."""
+    config.tune = Tune(kind="lora", rank=2)
+    undisturbed, disturbed = worker(), worker()
+    config.train.init = "nowhere"  # from which nothing can be read
+    expected = [undisturbed.step(step).loss for step in (1, 2)]
+    disturbed.step(1)
+    for _, _, weights in disturbed.state.base_blocks():
+        assert weights.untyped_storage().data_ptr() in {
+            b.tensor.untyped_storage().data_ptr() for b in disturbed.memories[1].base
+        }, "it is there once"
+    disturbed.leave()
+    form(disturbed, 2)
+    for _, _, weights in disturbed.state.base_blocks():
+        weights.fill_(torch.nan)
+    source, _ = find_source({1: 1}, {1: Formation(config, [0], [""], [7], ["exp_avg", "exp_avg_sq"])}, [7], 1)
+    disturbed.recover_state(seated(source, [], 1))
+    assert disturbed.step(2).loss == expected[1] and [*disturbed.memories] == [2]
 
 
 SECONDS = 0.5  # of a transfer, and of the passes of a step
