@@ -248,11 +248,12 @@ class RingAttentionOp(BlockOp):
         mask=None, begins=None, bias=None, cap=0.0,
     ) -> Value:  # fmt: skip
         """Count the memory of all that is kept, of two panels and, in the backward pass, of their gradients."""
-        size, query = k.elements + v.elements, dict(zip(spec.dims, ops.plan.local_shape(spec), strict=True))
+        query, key, value = (dict(zip(s.dims, ops.plan.local_shape(s), strict=True)) for s in (spec, kv, values))
+        size = k.elements + v.elements
         rows = query["batch"] * query["heads"] * query["length"]
         makes_scores = planned.operation["kernel"] == MATH or bias is not None or cap > 0
         documents = begins is not None
-        block_extents = query["batch"], query["heads"], query["length"], query["length"], query["d_kv"], query["d_kv"]
+        block_extents = query["batch"], query["heads"], query["length"], key["length"], query["d_kv"], value["d_kv"]
         block = AttentionBlock(*block_extents, causal, masked=mask is not None or documents, biased=bias is not None)
         scratch = piece_pair_scratch_elements(ops, block, window, documents, makes_scores)
         moving = size if planned.collectives else 0  # else there is one panel
