@@ -108,4 +108,4 @@ def draw_data(r: Random, configs: Sequence[Config], folder: Path) -> None:
 
 def open_data(c: Config) -> Any:
     """Open the corpus of a drawn configuration. Raises ConfigError where it has no sample."""
-    return Tokens(c) if c.data.kind == Data().kind else open_run_corpus(c)
+    return Tokens(c) if c.data.kind in (Data().kind, "preferences") else open_run_corpus(c)

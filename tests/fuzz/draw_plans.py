@@ -17,7 +17,7 @@ from platform.predict.choose_schedule import count_microbatches
 from platform.predict.make_plan import context_axis_sizes
 from tests.fuzz.draw_data import draw_data
 from tests.fuzz.draw_model import draw_model, draw_uneven
-from tests.fuzz.draw_training import draw_optimizer, draw_training
+from tests.fuzz.draw_training import draw_lessons, draw_optimizer, draw_training
 from tests.fuzz.tables import draw_table, spoil
 from tests.harness.oracle import read
 from tests.harness.schedule_files import to_csv
@@ -248,6 +248,8 @@ def draw_case(
     draw_data(r, configs, folder)
     draw_optimizer(r, configs)
     draw_training(r, configs)
+    lessons = Random(repr((configs[0].model, configs[0].train)))  # all else is drawn as without it
+    draw_lessons(lessons, configs, needed(configs), str(folder / "pairs.jsonl"))
     for c in configs:
         if rounds := legal_context_rounds(c) if c.parallel.context > 1 else []:
             c.parallel.context_pieces = 2 * Random(repr(c)).choice((0, *rounds))  # all else is drawn as ever

@@ -3,16 +3,17 @@ trained, averages, a batch that grows, the loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from platform.config.fields import Config, training_objective_name
+from platform.config.fields import PREFERENCE, Config, Data, training_objective_name
 from platform.config.training_rules import CUT
 from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS
 from platform.plan.adapters import can_adapt
 from platform.plan.layout import find_divisors
+from platform.plan.model_types import NF4_BLOCK, PAIR_LOSSES
 
 OWN_LOSSES: dict[str, Any] = {
     "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
@@ -97,3 +98,28 @@ def draw_optimizer(r: Random, configs: Sequence[Config]) -> None:
             setattr(c.optimizer, name, value)
         if kind == "lion":  # the sign of a gradient that is zero but for rounding, as a key bias has, is a coin's
             c.model.bias, c.model.attention_bias, c.model.norm = False, "", "rmsnorm"
+
+
+def draw_lessons(r: Random, configs: Sequence[Config], need: Mapping[str, int], path: str) -> None:
+    """Draw what else a run learns from, pairs of answers or a teacher, and what of its state is kept in fewer bits:
+    moments, and what adapters are of. `need`: what layouts need of dims; `path`: any file."""
+    model, train, data = configs[0].model, configs[0].train, configs[0].data
+    invented = model.kind == "decoder" and data.kind == Data().kind and not data.objective
+    lesson = r.choice(("", "", "pairs", "teacher")) if invented and not (train.loss or model.label_smoothing) else ""
+    loss, settings = r.choice(PAIR_LOSSES), {"beta": 0.3, "margin": 0.5}
+    taught = {"weight": 0.7, "direction": r.choice(("forward", "reverse")), "top": r.choice((0, 3)), "temperature": 2.0}
+    narrow = r.random() < 0.2 and configs[0].optimizer.kind in ("adamw", "sgd") and configs[0].optimizer.momentum > 0
+    plain = not (model.kv_latent or model.experts or model.linear_layers or model.rope_scaling == "longrope")
+    in_4_bits = configs[0].tune.kind == "lora" and plain and r.random() < 0.5
+    for c in configs:
+        if lesson == "pairs" and model.length >= 4:
+            c.data.kind, c.data.path, c.data.objective, c.data.document_mask = "preferences", path, PREFERENCE, True
+            c.data.packing, c.data.overlong, c.model.within_documents = "best_fit", "drop", True
+            c.train.loss, c.train.loss_settings, c.train.length_ramp = loss, settings, []
+        elif lesson == "teacher":
+            c.train.loss, c.train.loss_settings, c.train.teacher = "distill", taught, path
+        c.optimizer.moments = "bf16" if narrow else "fp32"
+        if in_4_bits:
+            c.tune.kind, m = "qlora", c.model
+            m.d_model, m.d_ff = NF4_BLOCK * need.get("d_model", 1), NF4_BLOCK * need.get("d_ff", 1)
+            m.d_kv, m.rope_share = NF4_BLOCK * need.get("d_kv", 1), 1.0

@@ -43,6 +43,15 @@ def features(c: Config) -> set[str]:
         "ramp": train.ramp_from,
         "length ramp": len(train.length_ramp) > 1,
         "freeze": train.freeze,
+        "adapters": c.tune.kind == "lora",
+        "adapters in 4 bits": c.tune.kind == "qlora",
+        "dropout of adapters": c.tune.kind != "none" and c.tune.dropout,
+        "preferences": data.kind == "preferences",
+        "a teacher": train.loss == "distill",
+        "moments in 16 bits": o.moments == "bf16",
+        "soft caps": m.attention_cap or m.logit_cap,
+        "delta rules": m.linear_layers,
+        "longrope": m.rope_scaling == "longrope",
         "groups": o.groups,
         "sgd without momentum": o.kind == "sgd" and not o.momentum,
         "dropout": c.model.dropout,
@@ -69,7 +78,8 @@ def test_draws_all_features_of_data_and_training(tmp_path):
     wanted |= {f"model={kind}" for kind in ("decoder", "encoder", "encoder_decoder", "two_layer")}
     wanted |= {f"objective={name}" for name in ("causal", "masked", "span_denoising", "pairs", plans.WEIGHED)}
     wanted |= {"document mask", "packing", "stream", "stream in a mixture", "ema", "ramp", "length ramp"}
-    wanted |= {"freeze", "groups"}
+    wanted |= {"freeze", "groups", "adapters", "adapters in 4 bits", "dropout of adapters", "a teacher"}
+    wanted |= {"moments in 16 bits", "soft caps", "delta rules", "longrope"}
     wanted |= {"sgd without momentum", "dropout", "window", "experts", "experts that replicas share", "latents"}
     wanted |= {"experts over axes of a scheme", "groups of experts", "layers without experts"}
     rare = {name: found[name] for name in wanted if found[name] < 3}
