@@ -36,6 +36,7 @@ SAFETENSORS = {
 LARGEST_HEADER = 100_000_000  # bytes: the largest safetensors header, by its specification
 _FROM_SAFETENSORS = {short: DTYPES[name] for name, short in SAFETENSORS.items()}
 _QUANTISED = {"F8_E4M3": torch.float8_e4m3fn}  # types of published weights that no checkpoint holds
+_WRITTEN = {**SAFETENSORS, "float8_e4m3fn": "F8_E4M3"}
 
 Tensors = Iterable[tuple[str, Tensor]]
 
@@ -70,8 +71,8 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, (dtype, shape) in described.items():
-        end = at + prod(shape) * DTYPES[dtype].itemsize
-        header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        end = at + prod(shape) * getattr(torch, dtype).itemsize
+        header[name] = {"dtype": _WRITTEN[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)

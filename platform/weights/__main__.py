@@ -56,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--shard", default=str(SHARD), metavar="SIZE", help="most bytes of a file, such as 2GB")
     like = "a model whose config.json says what else it is, and whose tokenizer it has"
     command.add_argument("--like", default="", metavar="FOLDER", help=like)
+    quantised = "tensors that --like FOLDER has in 8 or 4 bits as there, and all in its types"
+    command.add_argument("--as-read", action="store_true", help=quantised)
     stacked = "the experts of a layer in stacks, as transformers computes them; default: a tensor for each of them"
     command.add_argument("--fused", action="store_true", help=stacked)
     command.add_argument("--averaged", action="store_true", help="the averages that train.ema kept of the weights")
@@ -98,13 +100,15 @@ def _export_weights(arguments: argparse.Namespace) -> int:
     manifest = swap_in_averages(manifest) if arguments.averaged else manifest
     if arguments.adapters:
         return _export_adapters(arguments, storage, directory, manifest)
-    like = SavedModel(arguments.like, "--like").config if arguments.like else None
+    like = SavedModel(arguments.like, "--like") if arguments.like else None
+    if arguments.as_read and not like:
+        raise ConfigError("--as-read: --like FOLDER names the model as it was read")
     length = parse_stored_model(manifest.meta.identity).length
     like_its = arguments.like if has_tokenizer(arguments.like) else ""
     companion_files = read_export_files(arguments.tokenizer or like_its, storage, directory, manifest, length)
     vocabulary = model_folder.build_vocabulary_if_readable(companion_files)
-    form = arguments.family, arguments.dtype, like, vocabulary, arguments.fused
-    export = open_exportable(storage, directory, manifest, *form)
+    form = arguments.family, arguments.dtype, like.config if like else None, vocabulary, arguments.fused
+    export = open_exportable(storage, directory, manifest, *form, like if arguments.as_read else None)
     folder = open_storage(arguments.folder, "folder")
     new_folders = [] if "://" in arguments.folder else list_missing_directories(Path(arguments.folder).absolute())
     try:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from platform.boundary.refusals import ConfigError, refuse_all
+from platform.boundary.refusals import ConfigError, format_violation, refuse_all
 from platform.boundary.storage import Storage, write_all_or_nothing
 from platform.boundary.terminal import show_phase
 from platform.checkpoint.buffer import DTYPES
@@ -24,20 +26,41 @@ from platform.data.tokenizer import Vocabulary
 from platform.weights import tensor_names
 from platform.weights.config_keys import QUANTISED, ConfigJson, Family, Free
 from platform.weights.importing import SOURCE, InitialWeights, open_initial_weights, read_weight
-from platform.weights.model_folder import CONFIG, INDEX, SINGLE, WEIGHTS, special_token_ids
+from platform.weights.model_folder import CONFIG, INDEX, SINGLE, WEIGHTS, SavedModel, special_token_ids
+from platform.weights.quantised import QuantisedTensor
 from platform.weights.stored_adapters import read_base
 from platform.weights.tensor_names import HfTensor, choose_family, find_family, functional_keys, list_parameters
 
 METADATA = {"format": "pt"}
 TYPES = ("float64", "float32", "bfloat16", "float16")
+_LAYER = re.compile(r".*?\blayers\.\d+\.")
 SHARD = 5 * 10**9  # bytes of a file, by default: what most storages take at once
+
+
+class WrittenTensor(NamedTuple):
+    """Tensor of an exported file: its element type, its shape, and what reads it from the checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element of this exported tensor."""
+        return int(getattr(torch, self.dtype).itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of this exported tensor."""
+        return prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
 class Exportable:
     """Checkpoint that transformers can load once it is exported: `family` and `config` (its config.json) say as what;
     `tensors`: theirs; `dtype`: type of all, "" for the types of the checkpoint; `fused`: a layer's experts are in
-    stacks; `merged`: the weights, if the checkpoint holds adapters of others."""
+    stacks; `merged`: the weights, if the checkpoint holds adapters of others; `as_read`: a saved model whose types, and
+    forms of quantised tensors, the export has."""
 
     storage: Storage
     directory: str
@@ -48,6 +71,7 @@ class Exportable:
     dtype: str
     fused: bool = False
     merged: InitialWeights | None = None
+    as_read: SavedModel | None = None
 
     @cached_property
     def _types(self) -> dict[str, str]:
@@ -71,16 +95,40 @@ class Exportable:
 
     def element_type(self, stored: HfTensor) -> str:
         """Return the element type of an exported tensor, such as "bfloat16"; a router's bias keeps the checkpoint's."""
+        if self.as_read and stored.name in self.as_read.tensors:
+            return str(self.as_read.tensors[stored.name][1].torch_type).removeprefix("torch.")
         kinds = {self._types[f"model.{part.name}"] for part in stored.parts}
         kept = self._state_names.issuperset(part.name for part in stored.parts)
         return ("" if kept else self.dtype) or max(kinds, key=TYPES[::-1].index)
 
     def read_stored_tensor(self, stored: HfTensor) -> Tensor:
         """Read a tensor in transformers' form and the exported type from the checkpoint. Raises Refused or OSError."""
+        return self._read_numbers(stored).to(DTYPES[self.element_type(stored)]).contiguous()
+
+    def list_written_tensors(self) -> dict[str, WrittenTensor]:
+        """Map the names of the tensors to write to what they are: of a quantised one both, values and scales."""
+        written = {}
+        for stored in self.tensors:
+            if self.as_read and (form := self.as_read.find_quantised(stored.name)):
+                for i, (name, (_, t)) in enumerate(zip(form.names, (form.values, form.scales), strict=True)):
+                    dtype = str(t.torch_type).removeprefix("torch.")
+                    written[name] = WrittenTensor(dtype, t.shape, partial(self._read_quantised, form, stored, i))
+            else:
+                dtype = self.element_type(stored)
+                written[stored.name] = WrittenTensor(dtype, stored.shape, partial(self.read_stored_tensor, stored))
+        return written
+
+    def _read_quantised(self, form: QuantisedTensor, stored: HfTensor, which: int) -> Tensor:
+        """Return the values (0) or the scales (1) of a tensor from the checkpoint that is written as it was read."""
+        assert self.as_read, "whose form it has"
+        return self.as_read.quantise_tensor(form, self._read_numbers(stored))[which].contiguous()
+
+    def _read_numbers(self, stored: HfTensor) -> Tensor:
+        """Return a tensor in transformers' form and the checkpoint's type. Raises Refused or OSError."""
         read = partial(read_tensor, self.storage, self.directory, self.manifest)
         read = partial(read_weight, self.merged) if self.merged else read
         blocks = [read(f"model.{part.name}", part.box) for part in stored.parts]
-        return stored.join_blocks(blocks).to(DTYPES[self.element_type(stored)]).contiguous()
+        return stored.join_blocks(blocks)
 
 
 def open_exportable(
@@ -92,11 +140,13 @@ def open_exportable(
     like: ConfigJson | None = None,
     vocabulary: Vocabulary | None = None,
     stacks_experts: bool = False,
+    as_read: SavedModel | None = None,
 ) -> Exportable:
     """Describe the transformers model as which a checkpoint can be exported. `family`: the model family to take, "" for
     the first that expresses it; `dtype`: the element type of all tensors, "" for the checkpoint's; `like`: a
     config.json for keys that ours do not express; `vocabulary`: the checkpoint's tokenizer, with the ids of special
-    tokens; `stacks_experts`: stack the experts of a layer. Raises ConfigError with a line for each mistake."""
+    tokens; `stacks_experts`: stack the experts of a layer; `as_read`: see Exportable. Raises ConfigError with a line
+    for each mistake."""
     model = tensor_names.parse_stored_model(manifest.meta.identity)
     source = like if like is not None else manifest.meta.values.get(SOURCE)
     if source is not None and not isinstance(source, dict):
@@ -107,13 +157,32 @@ def open_exportable(
     if stacks_experts and not chosen_family.fused:
         raise ConfigError(f"--fused: {chosen_family.architecture} has one form of names; leave it out")
     merged = open_merged_weights(storage, directory, model) if read_base(manifest) else None
-    export = Exportable(storage, directory, manifest, model, chosen_family, config, dtype, stacks_experts, merged)
-    refuse_all([] if merged else _violations_of_weights(export))
+    form = dtype, stacks_experts, merged, as_read
+    export = Exportable(storage, directory, manifest, model, chosen_family, config, *form)
+    refuse_all([*_violations_of_forms(export), *([] if merged else _violations_of_weights(export))])
     config["dtype"] = export.element_type(export.tensors[0])
     if model.predict_ahead:
         config["num_nextn_predict_layers"] = model.predict_ahead
     config.pop("torch_dtype", None)
+    if as_read:
+        config[QUANTISED] = as_read.config[QUANTISED]
     return export
+
+
+def _violations_of_forms(export: Exportable) -> Iterator[str]:
+    """Yield a line where tensors cannot be written as another model has them: it has none that are quantised, or has
+    some of the exported layers' under names or in shapes that the export has not."""
+    if not export.as_read:
+        return
+    exported, read = {stored.name: stored.shape for stored in export.tensors}, export.as_read.tensors
+    layers = {match[0] for name in exported if (match := _LAYER.match(name))}
+    quantised = [n for n in export.as_read.quantised_names if not (match := _LAYER.match(n)) or match[0] in layers]
+    if lacking := [n for n in quantised if exported.get(n) != read[n][1].shape]:
+        yield f"--as-read: {export.as_read.url} has {lacking[0]} in another form, and {len(lacking) - 1} more"
+    elif not quantised:
+        yield format_violation("--as-read", export.as_read.url, "holds no quantised weights; leave it out")
+    if export.dtype:
+        yield format_violation("--as-read", export.as_read.url, "says the types of all tensors; leave out --dtype")
 
 
 def open_merged_weights(storage: Storage, directory: str, model: Model) -> InitialWeights:
@@ -189,9 +258,8 @@ def export_model(
     Raises FileExistsError if one, or other weights, are there already; Refused or OSError if the checkpoint cannot be
     read.
     """
-    tensors = {stored.name: stored for stored in export.tensors}
-    kinds = {name: export.element_type(stored) for name, stored in tensors.items()}
-    sizes = {name: prod(t.shape) * DTYPES[kinds[name]].itemsize for name, t in tensors.items()}
+    tensors = export.list_written_tensors()
+    sizes = {name: t.nbytes for name, t in tensors.items()}
     shards = divide_into_shards(sizes, max_file_bytes)
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     files = [SINGLE] if len(shards) == 1 else files
@@ -208,9 +276,9 @@ def export_model(
     phase = show_phase("exporting", sum(sizes.values()), "B")
     with write_all_or_nothing(folder, names) as draft_storage, phase as shown:
         for file, shard in zip(files, shards, strict=True):
-            order = sorted(shard, key=lambda name: (-DTYPES[kinds[name]].itemsize, name))  # as safetensors orders them
-            descriptions = {name: (kinds[name], tensors[name].shape) for name in order}
-            read = (export.read_stored_tensor(tensors[name]) for name in shown.iterate_parts(order, sizes.__getitem__))
+            order = sorted(shard, key=lambda name: (-tensors[name].itemsize, name))  # as safetensors orders them
+            descriptions = {name: (tensors[name].dtype, tensors[name].shape) for name in order}
+            read = (tensors[name].read() for name in shown.iterate_parts(order, sizes.__getitem__))
             write_safetensors(draft_storage, file, METADATA, descriptions, read)
         for name, raw in documents.items():
             draft_storage.write(name, [memoryview(raw)])

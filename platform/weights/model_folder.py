@@ -30,7 +30,7 @@ from platform.data.tokenizer import OWN, Vocabulary, build_vocabulary
 from platform.data.tokenizer_files import CONFIG as BESIDE_CONFIG
 from platform.data.tokenizer_files import JSON, has_tokenizer, read_json_map, read_tokenizer_files
 from platform.weights.config_keys import QUANTISED
-from platform.weights.quantised import compute_bytes, find_quantised_tensors
+from platform.weights.quantised import QuantisedTensor, compute_bytes, find_quantised_tensors, quantise_as_read
 from platform.weights.tensor_names import HfTensor, MatrixPart
 
 if TYPE_CHECKING:
@@ -200,6 +200,20 @@ class SavedModel:
         if (tensor := self._computed.get(file)) is None:
             return self._folder.read(file, start, end)
         return compute_bytes(tensor, start, end, self._folder.read).numpy().data
+
+    def find_quantised(self, name: str) -> QuantisedTensor | None:
+        """Return the tensor `name` as it is quantised in the files, None if it is not."""
+        return self._computed.get(self.tensors[name][0]) if name in self.tensors else None
+
+    def quantise_tensor(self, tensor: QuantisedTensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return numbers x as values and scales of the form that a quantised tensor of the files has. Raises Refused or
+        OSError."""
+        return quantise_as_read(tensor, x, self._folder.read)
+
+    @property
+    def quantised_names(self) -> list[str]:
+        """List the tensors that are quantised in the files, by the names of what they stand for."""
+        return [name for name, (file, _) in self.tensors.items() if file in self._computed]
 
     def compute_hash(self) -> str:
         """Return a hash of all tensors, of each at SAMPLES places: all bytes would take minutes to read."""
