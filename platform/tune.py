@@ -2,9 +2,9 @@
 
 MODEL is a folder that transformers saved, the name of one in Hugging Face's cache, the directory of a run, or a
 checkpoint. DATA is a file or a folder: conversations, prompts with answers, pairs of a chosen and a rejected answer, or
-texts. All weights are trained if they fit the devices that are there, or that --workers and --hardware name, else
-adapters, if need be of a model in 4 bits. The choice is a command of platform.launch, which is printed and run;
-KEY=VALUE are as for it.
+texts. All weights are trained if they fit the devices that are there, or that --workers and --hardware name, beside
+GPUs with optimizer states in host memory if need be, else adapters, of a model in 4 bits if need be. The choice is a
+command of platform.launch, which is printed and run; KEY=VALUE are as for it.
 Exit status: as platform.launch has it.
 """
 
@@ -54,9 +54,12 @@ from platform.predict.step_price import choose_pricing_hardware, memory_of_worke
 from platform.weights import FROM_HF
 
 RECIPES = {  # kind of data -> experiment -> tune; the first that fits is taken
-    "preferences": {"preferences": "none", "preferences_lora": "lora", "preferences_qlora": "qlora"},
-    "": {"fine_tune": "none", "lora": "lora", "qlora": "qlora"},  # of any other kind
-}
+    "preferences": {
+        "preferences": "none", "preferences_offload": "none", "preferences_lora": "lora", "preferences_qlora": "qlora",
+    },
+    "": {"fine_tune": "none", "fine_tune_offload": "none", "lora": "lora", "qlora": "qlora"},  # of any other kind
+}  # fmt: skip
+OFFLOAD = "_offload"  # end of the names of experiments that need memory beside a GPU's
 TRAINED = {"none": "all weights", "lora": "adapters", "qlora": "adapters of a model in 4 bits"}
 LENGTH = 4096  # tokens of a sequence, where a model reads more and model.length does not say
 PLAIN = re.compile(r"[\w./:@+-]+")  # values that need no quotes in Hydra's grammar
@@ -219,6 +222,8 @@ def _choose_recipe(
     refuse_all(violations_of_sources(composed.data, vocab=composed.model.vocab))
     devices = _find_devices(composed, arguments)
     candidates, lacks = {}, {}
+    if devices.keys.get("cluster.device") != "cuda":  # host memory is all that there is
+        experiments = [name for name in experiments if not name.endswith(OFFLOAD)] or experiments
     for experiment in experiments:
         words = format_words(experiment, devices.keys)
         try:

@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from functools import cache
 from typing import NamedTuple
 
@@ -104,9 +104,11 @@ class HostBuffer:
         """Start copying every part of this checkpoint's or snapshot's buffer out of the live tensors `blocks`, which
         must not change before the returned function has been called: it waits until all is copied. Out of tensors on a
         GPU the copies run in a stream of their own, after the work that ends with `after`, by default all queued by
-        now, and beside later work; several threads may wait for them."""
+        now, and beside later work, and a thread copies tensors in host memory behind them; several threads may wait."""
+        live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
+        stretches = live.view_stretches(self.places) if self.places else []
         if not self._pinned:
-            self._copy_parts(blocks)
+            self._copy_stretches(stretches)
             return lambda: None
         stream = _stream_of_copies()
         if after:
@@ -114,15 +116,25 @@ class HostBuffer:
         else:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._copy_parts(blocks)
-        return stream.record_event(torch.cuda.Event(blocking=True)).synchronize  # who waits leaves the core to others
+            self._copy_stretches([s for s in stretches if s.live.device.type != "cpu"])
+        copied = stream.record_event(torch.cuda.Event(blocking=True))
+        if not (on_host := [s for s in stretches if s.live.device.type == "cpu"]):
+            return copied.synchronize  # who waits leaves the core to others
+
+        def copy_on_host() -> None:
+            """Copy what lies in host memory, where it is when all work queued before is done."""
+            copied.synchronize()
+            self._copy_stretches(on_host)
+
+        thread = futures.ThreadPoolExecutor(1, "copy")
+        done = thread.submit(copy_on_host)
+        thread.shutdown(wait=False)
+        return done.result
 
     @torch.no_grad()
-    def _copy_parts(self, blocks: Sequence[Block]) -> None:
-        """Copy every part of this checkpoint's buffer out of live tensors `blocks`; without waiting if it is pinned."""
-        if self.places:
-            live = blocks if isinstance(blocks, LiveBlocks) else LiveBlocks(blocks)
-            stretches = live.view_stretches(self.places)
+    def _copy_stretches(self, stretches: Sequence[LiveStretch]) -> None:
+        """Copy stretches of live memory to their places in the buffer; without waiting from a GPU if it is pinned."""
+        if stretches:
             targets = [self.data[at:end].view(live.dtype).view(live.shape) for live, at, end in stretches]
             torch._foreach_copy_(targets, [live for live, _, _ in stretches], non_blocking=self._pinned)
 
@@ -162,7 +174,7 @@ class FileImage:
         """Write this rank's block file into the checkpoint's `directory`, hashing it meanwhile; return the report for
         the driver. Raises OSError."""
         view = memoryview(self._buffer.data.numpy().data)
-        with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
+        with futures.ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
             hashes = [pool.submit(hashlib.sha256, view[at:end]) for _, at, end in self._buffer.places]
             try:
                 parts = (view[i : i + LARGEST_BLOCK] for i in range(0, len(view), LARGEST_BLOCK))

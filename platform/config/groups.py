@@ -623,6 +623,10 @@ class Optimizer:
     masters: str = key(
         "fp32", "master copies; split: precision=bf16's weights, and 16 bits that make them fp32", ("fp32", "split")
     )
+    offload: str = key(
+        "none", "what adamw, lion and sgd keep in host memory: states (moments, averages), and masters",
+        ("none", "states", "states+masters"),
+    )  # fmt: skip
     schedule: str = key(
         "cosine", "learning rate after warm-up",
         ("constant", "cosine", "cosine_restarts", "inverse_sqrt", "linear", "wsd"), open=True,

@@ -34,6 +34,7 @@ _BECAUSE = (  # (prefix of a key, why it is fixed); the first prefix that matche
     ("train.ema", "the saved averages are others"),
     ("", _ORDER),
 )
+STATE_FORMS = ("moments", "masters", "offload")  # keys of group optimizer that say how its state lies in memory
 _MOST = 100  # directories of one experiment to search for a run
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -114,8 +115,8 @@ def violations_of_allowances(config: Config) -> Iterator[str]:
 def _is_change_allowed(key: str, allow: Sequence[str]) -> bool:
     """Return True if the entries of the configuration key resume.allow let the value of `key` differ."""
     free, group = _find_allowable_entry(key), key.partition(".")[0]
-    # a restore makes one form of the first two of another
-    return key in ("optimizer.moments", "optimizer.masters") or bool(free) and (free in allow or group in allow)
+    # a restore makes one form of the optimizer's state of another
+    return key.removeprefix("optimizer.") in STATE_FORMS or bool(free) and (free in allow or group in allow)
 
 
 def _find_allowable_entry(key: str) -> str:

@@ -18,7 +18,14 @@ from platform.boundary.refusals import closest_values, format_violation
 from platform.config.extensions import bind_settings_object, register_own_function
 from platform.config.fields import Config, Optimizer
 from platform.plan.layout import is_at_index_zero
-from platform.plan.model_types import SCALE_BLOCK, WIDE_STATES, Parameter, StoredStates
+from platform.plan.model_types import (
+    SCALE_BLOCK,
+    STAGING_BUFFERS,
+    WIDE_STATES,
+    Parameter,
+    StoredStates,
+    count_buffer_bytes,
+)
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import ITEMSIZE, Plan
 from platform.plan.step_collectives import factor_sum_sizes
@@ -181,6 +188,7 @@ NOT_OF_MATRICES = "exp_avg_sq"  # the moment that is not kept of the plan's `mat
 NOT_OF_FACTORED = "variance"  # the moment of whose place SIDES, one per row and one per column, take in `factored`
 SIDES = ("row_var", "col_var")
 UNSIGNED = ("exp_avg_sq",)  # moments that are never negative
+HALF = ("bf16", "fp16")  # precisions in which masters are no copies to compute with
 # kind of device -> elements that are updated at once where moments are stored: what fits a cache, or pays a launch
 PIECES = {"cpu": 1 << 16, "cuda": 1 << 23}
 AVERAGE = "ema"  # kind of the averaged weights, which are kept like a moment
@@ -199,7 +207,7 @@ def _count_moments(o: Optimizer) -> int:
 
 def describe_stored_states(o: Optimizer) -> StoredStates:
     """Return how the configured optimizer's states lie in memory, for the plan."""
-    return StoredStates(o.moments, _count_moments(o), o.masters) if is_piecewise(o) else WIDE_STATES
+    return StoredStates(o.moments, _count_moments(o), o.masters, o.offload) if is_piecewise(o) else WIDE_STATES
 
 
 def count_stored_numbers(config: Config) -> float:
@@ -207,6 +215,21 @@ def count_stored_numbers(config: Config) -> float:
     wide = ITEMSIZE[config.precision]["master"]
     saved = describe_stored_states(config.optimizer).count_saved_bytes(SCALE_BLOCK, SCALE_BLOCK, wide)
     return count_states_per_element(config) - saved / (SCALE_BLOCK * wide)
+
+
+def count_offloaded_numbers(config: Config) -> float:
+    """Return how many numbers of a master's size, of states and masters, an element has in host memory."""
+    states = describe_stored_states(config.optimizer)
+    masters = 0.5 if states.masters == "split" else 1.0
+    return count_stored_numbers(config) * states.offloads_states + masters * states.offloads_masters
+
+
+def list_further_offloads(config: Config) -> list[str]:
+    """Return the legal values of optimizer.offload by which more would lie in host memory, the least first."""
+    o = config.optimizer
+    moves = {"none": True, "states": _count_moments(o) > 0, "states+masters": config.precision in HALF}
+    words = [*moves][[*moves].index(o.offload) + 1 :] if OPTIMIZERS[o.kind].stores else []
+    return [word for word in words if moves[word]]
 
 
 def divides_gradients(o: Optimizer) -> bool:
@@ -223,12 +246,29 @@ def scratch_bytes(o: Optimizer, update: OptimizerUpdate, device: str) -> int:
     numbers = 0 if o.moments == "fp32" else _count_moments(o)  # wide ones are updated where they are
     numbers += 8 if o.moments == "int8" else 2 if o.kind == "adamw" and numbers else int(o.kind == "lion")
     numbers = max(numbers + 1, 2) if o.masters == "split" else numbers
-    return elements * update.itemsize * numbers
+    staged = STAGING_BUFFERS * count_buffer_bytes(_list_staged_bytes(o, elements, update.itemsize))
+    return elements * update.itemsize * numbers + staged
+
+
+def _list_staged_bytes(o: Optimizer, elements: int, wide: int) -> list[int]:
+    """Return the bytes of each tensor of so many elements of parameters that an update brings from host memory."""
+    states = describe_stored_states(o)
+    moment = elements * wide - states.count_saved_bytes(elements, elements, wide) // max(1, states.count)
+    masters = [elements * (2 if o.masters == "split" else wide)] * states.offloads_masters
+    return [*[moment] * states.count * states.offloads_states, *masters]
+
+
+def count_streamed_bytes(config: Config) -> float:
+    """Return the bytes of an element that an update brings from host memory, and takes back there."""
+    states = describe_stored_states(config.optimizer)
+    wide = ITEMSIZE[config.precision]["master"]
+    average = wide * (1 + states.offloads_masters) if config.train.ema and states.offloads_states else 0
+    return sum(_list_staged_bytes(config.optimizer, SCALE_BLOCK, wide)) / SCALE_BLOCK + average
 
 
 def is_piecewise(o: Optimizer) -> bool:
     """Return True if the configured optimizer updates piece by piece, from states stored in another form."""
-    return o.moments != "fp32" or o.masters != "fp32"
+    return o.moments != "fp32" or o.masters != "fp32" or o.offload != "none"
 
 
 def build_optimizer(groups: list[dict[str, Any]], o: Optimizer) -> torch.optim.Optimizer:
@@ -460,6 +500,12 @@ def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
         yield format_violation("optimizer.masters", o.masters, constraint, ["fp32"])
     if o.masters != "fp32" and not kind.stores:
         yield format_violation("optimizer.masters", o.masters, f"{o.kind} reads whole master copies", ["fp32", *others])
+    if o.offload != "none" and not (kind.stores and (_count_moments(o) or o.offload == "states+masters")):
+        constraint = f"{o.kind} {'reads whole states' if _count_moments(o) else 'keeps no moments'}"
+        yield format_violation("optimizer.offload", o.offload, constraint, ["none", *others])
+    if o.offload == "states+masters" and config.precision not in HALF:
+        constraint = f"precision={config.precision} computes with the masters themselves"
+        yield format_violation("optimizer.offload", o.offload, constraint, ["states", "precision=bf16"])
     if o.moments != "fp32" and not (kind.stores and _count_moments(o)):
         constraint = f"{o.kind} keeps {'all its state as it is' if _count_moments(o) else 'no moments'}"
         yield format_violation("optimizer.moments", o.moments, constraint, ["fp32", *others])

@@ -11,19 +11,27 @@ Every update is computed in the type of master copies. It goes piece by piece, s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from platform.config.fields import Optimizer
-from platform.optimizer.optimizers import PIECES, UNSIGNED, build_optimizer, probe_optimizer_state
-from platform.plan.model_types import SCALE_BLOCK, SCALES
-from platform.runtime.flat_buffers import join_halves, split_halves
+from platform.optimizer.optimizers import (
+    PIECES,
+    UNSIGNED,
+    build_optimizer,
+    describe_stored_states,
+    probe_optimizer_state,
+)
+from platform.plan.model_types import LOW, SCALE_BLOCK, SCALES
+from platform.runtime.flat_buffers import join_masters, split_masters
+from platform.runtime.staged_memory import StagingBuffers, allocate_host_zeros, allocate_zeros
 
+HIGH = "high"  # the copy to compute with of masters that are kept apart, whose rest is LOW
 EXPONENTS = 7  # powers of ten from 1 down, among which the codes of the table divide their bits
 
 
@@ -86,22 +94,35 @@ def view_moment(state: Mapping[str, Any], name: str, piece: slice) -> list[Tenso
     return [state[key][at] for key, at in ((name, piece), (name + SCALES, blocks)) if key in state]
 
 
-def allocate_moment(w: Tensor, name: str, form: str, scaled: bool) -> dict[str, Tensor]:
-    """Return a moment of the flat weights `w` as zeros in a form, by name, with its scales if it is `scaled`."""
-    scales = {name + SCALES: torch.zeros(w.numel() // SCALE_BLOCK, device=w.device)} if scaled else {}
+def allocate_moment(w: Tensor, name: str, form: str, scaled: bool, offloaded: bool) -> dict[str, Tensor]:
+    """Return a moment of the flat weights `w` as zeros in a form, and its scales if `scaled`, in memory by name."""
+    allocate = allocate_host_zeros if offloaded else allocate_zeros
+    scales = {name + SCALES: allocate((w.numel() // SCALE_BLOCK,), torch.float32, w.device)} if scaled else {}
     dtype = torch.bfloat16 if form == "bf16" else torch.uint8 if scaled else w.dtype
-    return {name: torch.zeros(w.numel(), dtype=dtype, device=w.device), **scales}
+    return {name: allocate((w.numel(),), dtype, w.device), **scales}
+
+
+class _Piece(NamedTuple):
+    """Piece `at` of flat weights: the `settings` of their group, the optimizer's `numbers`, None before the first
+    update, and the `kept` tensors by name: moments, their scales, and masters that are kept apart."""
+
+    weights: Tensor
+    at: slice
+    settings: dict[str, Any]
+    numbers: dict[str, Any] | None
+    kept: dict[str, Tensor]
 
 
 class PiecewiseOptimizer(torch.optim.Optimizer):
     """Updates flat weights piece by piece, by an inner optimizer that knows a piece alone, and its moments, which are
-    decoded before the update and encoded after it."""
+    decoded before the update and encoded after it; what lies in host memory comes to the device, and leaves it."""
 
     def __init__(self, groups: list[dict[str, Any]], o: Optimizer, halves: Mapping[int, Sequence[Tensor]]):
         """Construct the optimizer that config.optimizer `o` names, of groups of flat tensors. `halves`: id of a tensor
-        -> the parts that it consists of, where it has no memory itself (optimizer.masters)."""
+        -> the parts that it consists of, where it has no memory itself (`FlatBucket.halves_of`)."""
         super().__init__(groups, {"weight_decay": 0.0, "scaled": False})
         self._form, self._halves, w = o.moments, halves, groups[0]["params"][0]
+        self._states, self._staging = describe_stored_states(o), StagingBuffers(w.device)
         self._moments, _ = probe_optimizer_state(o, w.dtype, w.device)
         self._inner = build_optimizer([{**g, "params": [w.new_zeros(1)]} for g in self.param_groups], o)
         self._settings = self._inner.param_groups
@@ -114,33 +135,51 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
             setattr(self._inner, name, getattr(self, name, None))
         flag = getattr(self, "found_inf", None)
         self._skipped: Tensor | None = None if flag is None else flag.bool()
-        for group, settings in zip(self.param_groups, self._settings, strict=True):
-            for w in (w for w in group["params"] if w.grad is not None and w.numel()):
-                self._update_weights(w, {**settings, "lr": group["lr"]}, group["scaled"])
+        groups = zip(self.param_groups, self._settings, strict=True)
+        updated = [(w, g, settings) for g, settings in groups for w in g["params"] if w.grad is not None and w.numel()]
+        pieces = [p for w, g, settings in updated for p in self._divide_weights(w, {**settings, "lr": g["lr"]}, g)]
+        away = [[name for name in piece.kept if self._is_offloaded(name)] for piece in pieces]
+        staged = self._staging.pass_pieces([[p.kept[n] for n in names] for p, names in zip(pieces, away, strict=True)])
+        for piece, names, arrived in zip(pieces, away, staged, strict=True):
+            self._update_piece(piece, {**piece.kept, **dict(zip(names, arrived, strict=True))})
 
-    def _update_weights(self, w: Tensor, settings: dict[str, Any], scaled: bool) -> None:
-        """Update flat weights by their gradient, with the `settings` of their group; `scaled`: moments have scales."""
+    def _is_offloaded(self, name: str) -> bool:
+        """Return True if the kept tensor of a piece with this name lies in host memory."""
+        return {LOW: self._states.offloads_masters, HIGH: False}.get(name, self._states.offloads_states)
+
+    def _divide_weights(self, w: Tensor, settings: dict[str, Any], group: dict[str, Any]) -> Iterator[_Piece]:
+        """Yield the pieces of flat weights `w` of a group, whose moments are allocated before the first update."""
         stored, fresh = self.state[w], not self.state[w]
         for name in self._moments if fresh else ():
-            stored.update(allocate_moment(w, name, self._form, scaled))
+            form = self._form, group["scaled"], self._states.offloads_states
+            stored.update(allocate_moment(w, name, *form))
         numbers = {k: v for k, v in stored.items() if k.removesuffix(SCALES) not in self._moments}
-        gradient, left = w.grad, numbers
-        assert gradient is not None, "who has none is left out"
+        parts = dict(zip((HIGH, LOW), self._halves.get(id(w), ()), strict=False))
         for start in range(0, w.numel(), PIECES[w.device.type]):
-            piece = slice(start, min(start + PIECES[w.device.type], w.numel()))
-            halves = [half[piece] for half in self._halves.get(id(w), ())]
-            weights = (join_halves(*halves) if halves else w.detach()[piece]).requires_grad_()
-            weights.grad = gradient[piece]
-            loaded = {} if fresh else {name: load_moment(stored, name, piece, w.dtype) for name in self._moments}
-            self._inner.param_groups = [{**settings, "params": [weights]}]
-            self._inner.state = defaultdict(dict, {weights: {**deepcopy(numbers), **loaded}})
+            at = slice(start, min(start + PIECES[w.device.type], w.numel()))
+            views = [(name, view_moment(stored, name, at)) for name in self._moments]
+            kept = {name + end: x for name, some in views for end, x in zip(("", SCALES), some, strict=False)}
+            kept |= {name: part[at] for name, part in parts.items()}
+            yield _Piece(w, at, settings, None if fresh else numbers, kept)
+
+    def _update_piece(self, piece: _Piece, kept: Mapping[str, Tensor]) -> None:
+        """Update a piece of flat weights by its gradient, from its `kept` tensors, now on the device."""
+        w, at, halves = piece.weights, piece.at, [kept[name] for name in (HIGH, LOW) if name in kept]
+        weights = (join_masters(*halves) if halves else w.detach()[at]).requires_grad_()
+        assert w.grad is not None, "who has none is left out"
+        weights.grad, whole, state = w.grad[at], slice(0, weights.numel()), {}
+        if piece.numbers is not None:
+            loaded = {name: load_moment(kept, name, whole, w.dtype) for name in self._moments}
+            state = {**deepcopy(piece.numbers), **loaded}
             del loaded
-            self._inner.step()
-            left = self._inner.state.pop(weights)
-            self._inner.param_groups, weights.grad = [], None  # nothing of a piece lives on
-            for name in self._moments:
-                store_moment(stored, name, piece, left.pop(name), self._skipped)
-            if halves:
-                split_halves(weights.detach(), *halves)
-            del weights
-        stored.update(left)
+        self._inner.param_groups = [{**piece.settings, "params": [weights]}]
+        self._inner.state = defaultdict(dict, {weights: state})
+        del state
+        self._inner.step()
+        left = self._inner.state.pop(weights)
+        self._inner.param_groups, weights.grad = [], None  # nothing of a piece lives on
+        for name in self._moments:
+            store_moment(kept, name, whole, left.pop(name), self._skipped)
+        if halves:
+            split_masters(weights.detach(), *halves)
+        self.state[w].update(left)

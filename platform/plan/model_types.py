@@ -14,7 +14,7 @@ the kernels of fused attention, of which `resolve_auto_kernel` chooses one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
@@ -213,11 +213,28 @@ NO_RECOMPUTATION = Recompute()
 class StoredStates:
     """Form of an optimizer's states in memory between updates: its moments as `moments` (fp32: the type of master
     copies; int8: 8 bits, and an fp32 scale for each SCALE_BLOCK elements), of which it keeps `count` per element.
-    `masters`: split where fp32 master copies are the bf16 weights that are computed with, and 16 bits more."""
+    `masters`: split where fp32 master copies are the bf16 weights that are computed with, and 16 bits more. `offload`:
+    what lies in host memory: none, states, or states+masters."""
 
     moments: str = "fp32"
     count: int = 0
     masters: str = "fp32"
+    offload: str = "none"
+
+    @property
+    def offloads_states(self) -> bool:
+        """Return True if moments and averages lie in host memory."""
+        return self.offload != "none"
+
+    @property
+    def offloads_masters(self) -> bool:
+        """Return True if master copies, or their low halves, lie in host memory."""
+        return self.offload == "states+masters"
+
+    @property
+    def has_masters_apart(self) -> bool:
+        """Return True if an update writes the copies to compute with, beside which the rest of masters is kept."""
+        return self.masters == "split" or self.offloads_masters
 
     def has_scales(self, elements: int) -> bool:
         """Return True if moments of a trained parameter of so many elements are kept in 8 bits with scales."""
@@ -227,6 +244,15 @@ class StoredStates:
         """Return the bytes that moments of `elements` take less than as numbers of `wide` bytes; some are `scaled`."""
         saved = {"bf16": elements * (wide - 2), "int8": scaled * (wide - 1) - scaled // SCALE_BLOCK * 4}
         return self.count * saved.get(self.moments, 0)
+
+
+STAGING_BUFFERS = 2  # through which pieces of states in host memory pass
+STAGED = 512  # bytes, at whose multiples tensors begin in such a buffer
+
+
+def count_buffer_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of a staging buffer for a piece of tensors of so many bytes each."""
+    return sum(-(-size // STAGED) * STAGED for size in sizes)
 
 
 SCALE_BLOCK = 256  # consecutive elements of a flattened parameter with one scale, as in torchao

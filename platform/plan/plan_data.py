@@ -55,6 +55,7 @@ _LATER: dict[type, dict[str, Any]] = {
     Spec: {"place": None},
     Parameter: {"place": None},
     Einsum: {"frozen": False, "scaled": None},
+    StoredStates: {"offload": "none"},
     RotaryScaling: {"short": (), "long": ()},
 }
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive

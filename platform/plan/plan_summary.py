@@ -218,7 +218,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-COMPUTING, BUBBLE, HOST, OPTIMIZER = "computing", "bubble", "host", "optimizer"
+COMPUTING, BUBBLE, HOST, OPTIMIZER, STREAMING = "computing", "bubble", "host", "optimizer", "streaming"
 DATA, SNAPSHOT, REST = "data", "snapshot", "rest"  # measured, and not predicted
 STAGE = "stage"
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from platform.config.fields import Config
 from platform.model import build_model
-from platform.optimizer.optimizers import count_stored_numbers
+from platform.optimizer.optimizers import count_offloaded_numbers, count_stored_numbers, count_streamed_bytes
 from platform.plan.chunks import measure_units
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_factorizations
@@ -83,7 +83,8 @@ class ContenderGrid:
         costs = tuple((cost, self._number_of_layer(name) >= 0) for name, (cost, _) in self._measured_units.items())
         return Circumstances(
             self.hardware, base_precision(c.precision), c.model.layers, costs or ((1.0, False),), c.train.global_batch,
-            count_stored_numbers(c) - (c.optimizer.masters == "split") / 2, c.parallel.overlap,
+            count_stored_numbers(c) - (c.optimizer.masters == "split") / 2,
+            count_offloaded_numbers(c) * (device_kind(c) == "cuda"), count_streamed_bytes(c), c.parallel.overlap,
             may_compile(c.train.compile, "cuda") and c.train.mlp_chunks <= 1,
             device_kind(c) == "cuda", read_bucket_size(c),
         )  # fmt: skip

@@ -53,7 +53,8 @@ QUEUED = 2.0  # times as long as alone do messages take on crowded links, about
 class Circumstances:
     """Circumstances of all contenders of a search: the `hardware`, the `precision`, the model's `layers`, its `units`,
     each with its cost and whether it is of a layer, sequences of a step (`batch`), numbers of optimizer state
-    (`moments`), whether collectives of parameters go on beside computation (`overlap`), whether blocks are compiled
+    (`moments`), how many of these and of masters are in host memory (`away`) and the bytes that come from there
+    (`streamed`), whether collectives of parameters go on beside computation (`overlap`), whether blocks are compiled
     where they can be (`compiles`), whether devices have libraries that reserve memory, and MiB of gradients in a
     bucket, None if the links say (`bucket_mib`)."""
 
@@ -63,6 +64,8 @@ class Circumstances:
     units: tuple[tuple[float, bool], ...]
     batch: int
     moments: float
+    away: float
+    streamed: float
     overlap: bool
     compiles: bool
     libraries: bool
@@ -275,7 +278,8 @@ class Estimator:
             shards, is_trained = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT))), what == TRAINED
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
             kept = NF4_BYTES / NF4_BLOCK if what == QUANTISED else copies if is_trained else compute
-            held = kept / used + is_trained * (master * (1 + self.setting.moments) / state + master / summed)
+            numbers = 1 + self.setting.moments - self.setting.away  # of master copies and states, on the device
+            held = kept / used + is_trained * (master * numbers / state + master / summed)
             blocks = max(1.0, min(self.whole[rows].sum(), self.setting.layers + 2))
             buckets = blocks if zero == 3 else np.minimum(self._count_buckets(axes, elements * master), blocks)
             elements_at_once = elements / buckets
@@ -376,6 +380,7 @@ class Estimator:
             return total * share - (1 - s.hardware.interference) * hidden
 
         seconds = bytes_seconds(costs.updated * share * price.update_bytes(self.size, s.moments), s.hardware)
+        seconds = seconds + price.streaming_seconds(costs.updated * share * s.streamed, seconds, s.hardware)
         if zero in (1, 2):
             seconds = seconds + exposed_seconds(costs.gathers, forward)
         if zero < 2:

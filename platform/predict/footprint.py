@@ -100,6 +100,14 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     }
 
 
+def offloaded_bytes(plan: Plan, moments: int, at: Coordinates) -> dict[str, int]:
+    """Return what of a worker's `weight_bytes` is in host memory beside a GPU, by part (optimizer.offload)."""
+    stored, sizes = plan.stored, weight_bytes(plan, moments, at)
+    kept = 2 if stored.masters == "split" else plan.itemsize["master"]
+    masters = kept * plan.count_masters_of_rank(at) if stored.offloads_masters else 0
+    return {"parameters": masters, "optimizer": sizes["optimizer"] * stored.offloads_states}
+
+
 def state_bytes(plan: Plan, moments: int) -> int:
     """Return the bytes that the optimizer keeps of the whole model, each once, as `weight_bytes` counts them."""
     sizes = {p.name: prod(plan.global_shape(p)) for p in plan.parameters if p.name not in plan.frozen}
@@ -267,7 +275,8 @@ class Footprint:
     """Predicted bytes of memory on one worker at its peak within a step. `activations`: kept by the `in_flight` forward
     passes, whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends
     and receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host
-    memory that activations are kept in (recompute_offload), on a CPU among the `activations`."""
+    memory that activations are kept in (recompute_offload), on a CPU among the `activations`, and beside a GPU states
+    and masters (optimizer.offload)."""
 
     parameters: int
     optimizer: int
@@ -325,7 +334,10 @@ def predict_footprint(
         gradients, activations, working, live = walk.walk_row(actions, scratch)
         host = sum(size * n for size, n in walk.most_left.items())
         activations += host if device == "cpu" else 0
-        return Footprint(sizes["parameters"], sizes["optimizer"], gradients, activations, working, live, host=host)
+        away = offloaded_bytes(plan, moments, at) if device != "cpu" else {}
+        parameters, optimizer = (sizes[part] - away.get(part, 0) for part in ("parameters", "optimizer"))
+        host += sum(away.values())
+        return Footprint(parameters, optimizer, gradients, activations, working, live, host=host)
 
     known = {} if measured is None else measured
     footprints = [predict_worker(at, {} if i else known) for i, at in enumerate(places)]

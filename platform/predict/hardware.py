@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from platform.plan.accelerators import find_accelerator
 from platform.plan.operation_plan import TRAFFIC
 
+HOST_REACHED = 25 / 32  # of the bytes/s of a GPU's link to host memory: copies over PCIe 4.0 reach 25 GB/s
 LINK = ("bandwidth", "latency", "hop")
 
 

@@ -26,7 +26,14 @@ from platform.plan.schedule import Action
 from platform.plan.simulate import lower_schedule
 from platform.plan.step_collectives import count_communicators, may_compile, resolve_auto_kernels
 from platform.predict.choose_schedule import build_generation_model, build_short_schedule
-from platform.predict.footprint import Footprint, Measured, overhead_bytes, predict_footprint, weight_bytes
+from platform.predict.footprint import (
+    Footprint,
+    Measured,
+    offloaded_bytes,
+    overhead_bytes,
+    predict_footprint,
+    weight_bytes,
+)
 from platform.predict.meter import MemoryMeter
 
 
@@ -187,8 +194,9 @@ def predict_peak_bytes(config: Config, plan: Plan) -> int:
 
 
 def predict_host_bytes(config: Config, plan: Plan) -> int:
-    """Return the bytes of host memory in which the worker that has most there keeps activations under the plan."""
-    return max(f.host for f in predict_footprints(config, plan)) if plan.recompute.offload else 0
+    """Return the bytes that the worker that has most in host memory keeps there under the plan: activations, states."""
+    offloads = plan.recompute.offload or plan.stored.offloads_states
+    return max(f.host for f in predict_footprints(config, plan)) if offloads else 0
 
 
 def predict_footprints(config: Config, plan: Plan) -> list[Footprint]:
@@ -231,6 +239,8 @@ def list_compiled(config: Config) -> list[str]:
 
 
 def weight_bytes_by_stage(config: Config, plan: Plan) -> list[int]:
-    """Return a plan's bytes of parameters, gradients and optimizer state, by stage, on a worker with all blocks."""
+    """Return a plan's bytes of parameters, gradients and optimizer state, by stage, on a device with all blocks."""
     moments, first = count_states_per_element(config), plan.mesh.rank_coordinates(0)
-    return [sum(weight_bytes(plan, moments, {**first, "stage": stage}).values()) for stage in range(plan.num_stages)]
+    places, beside = [{**first, "stage": stage} for stage in range(plan.num_stages)], device_kind(config) != "cpu"
+    away = [sum(offloaded_bytes(plan, moments, at).values()) * beside for at in places]
+    return [sum(weight_bytes(plan, moments, at).values()) - n for at, n in zip(places, away, strict=True)]

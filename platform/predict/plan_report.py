@@ -238,7 +238,7 @@ def memory_rows(memory: Mapping[str, int]) -> list[list[str]]:
         "working": "operations, collectives, what is sent and received",
         **({"reserved": "for CUDA, NCCL and rounding"} if memory["reserved"] else {}),
         "total": "at once",
-        **({"host": "of host memory, which activations are in"} if memory["host"] else {}),
+        **({"host": "of host memory, which activations or states are in"} if memory["host"] else {}),
     }
     return [[name, f"{format_number(memory[name])}B", remark] for name, remark in more.items()]
 

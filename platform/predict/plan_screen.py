@@ -149,6 +149,7 @@ def _describe_limit(plan: Plan, name: str) -> str:
         "bubble": f"the bubble of {plan.num_stages} stages and {format_count(plan.microbatches, 'microbatch')}",
         "host": "the host, which launches kernels more slowly than they run",
         "optimizer": "the update, of few tokens",
+        "streaming": "the link to host memory, over which states come and go at the update (optimizer.offload)",
     }
     return words.get(name, name)
 

@@ -21,11 +21,11 @@ from platform.plan.generators import SHIPPED, generate
 from platform.plan.layout import Mesh
 from platform.plan.operation_plan import EVER, Collective
 from platform.plan.plan import Plan
-from platform.plan.plan_summary import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, waiting_part_name
+from platform.plan.plan_summary import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, STREAMING, waiting_part_name
 from platform.plan.schedule import Action, Kind, Schedule
 from platform.plan.scheme import CONTEXT, REPLICAS
 from platform.plan.simulate import Simulation, StageMessages, compute_makespan, makespan_over_links, simulate
-from platform.predict.hardware import Hardware
+from platform.predict.hardware import HOST_REACHED, Hardware
 from platform.predict.work import EVEN, Execution, Launches, MatrixProduct, Part, PassWork, StepWork
 
 Number = Any  # a number, or an array of numbers
@@ -190,6 +190,13 @@ def update_bytes(itemsize: Mapping[str, int], moments: float) -> float:
     return wide * (3 + 2 * (1 + moments)) + (narrow if narrow != wide else 0)
 
 
+def streaming_seconds(streamed: Number, update: Number, hardware: Hardware) -> Number:
+    """Return the seconds by which an update of `update` seconds takes longer, as `streamed` bytes come from host memory
+    through two buffers, and leave for it at the same time: while one is updated, only the other one moves."""
+    link = streamed / (hardware.host * HOST_REACHED)
+    return np.maximum(0.0, link - update / 2) * hardware.ahead
+
+
 CROWDED = 0.05  # of a chunk's passes: a way there and back that takes less waits for no other one
 ALTERNATING = ("none", "1f1b", "gpipe")  # schedules that a closed form knows with their messages
 
@@ -281,7 +288,8 @@ Spans = list[PassTime]  # of the passes of each chunk, or of each stage
 @dataclass(frozen=True)
 class StepPrice:
     """Predicted seconds of a training step, and of its parts on the stage that paces it: `computing`, `waiting` for
-    collectives by the names of their axes, `bubble`, `host` and `optimizer`; they add up to `seconds`. `model_flops`:
+    collectives by the names of their axes, `bubble`, `host`, `optimizer`, and `streaming` of states from and to host
+    memory beside it; they add up to `seconds`. `model_flops`:
     FLOPs of the step without recomputation; `tokens`: tokens of the step; `devices`: number of devices; `peak`: FLOP/s
     of one; `hidden`: seconds of collectives beside computing, which are no part of it."""
 
@@ -296,13 +304,14 @@ class StepPrice:
     devices: int
     peak: float
     hidden: float = 0.0
+    streaming: float = 0.0
 
     @property
     def seconds_by_part(self) -> dict[str, float]:
         """Return the seconds of the parts of a step, by name."""
         longest_first = sorted(self.waiting.items(), key=lambda wait: -wait[1])
         waits = {waiting_part_name(axes): seconds for axes, seconds in longest_first}
-        others = {BUBBLE: self.bubble, HOST: self.host, OPTIMIZER: self.optimizer}
+        others = {BUBBLE: self.bubble, HOST: self.host, OPTIMIZER: self.optimizer, STREAMING: self.streaming}
         return {COMPUTING: self.computing, **waits, **others}
 
     @property
@@ -330,7 +339,9 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
     slowest = max(range(len(busy)), key=lambda stage: busy[stage].seconds)
     passes = _predict_makespan(work, forward, backward, busy, slowest)
     ends = _price_step_ends(work, clock, forward, backward)
-    optimizer = max(clock.update_seconds(once.masters, work.execution.moments) for once in work.once)
+    masters = max(once.masters for once in work.once)
+    optimizer = clock.update_seconds(masters, work.execution.moments)
+    streaming = float(streaming_seconds(masters * work.execution.streamed, optimizer, hardware))
     n, paces = plan.microbatches, busy[slowest]
     waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
     waits.update(ends.waiting)
@@ -338,7 +349,7 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
     if crowd:
         waits[STAGE] += crowd  # type: ignore[assignment]
     return StepPrice(
-        seconds=passes + crowd + ends.seconds + optimizer,
+        seconds=passes + crowd + ends.seconds + optimizer + streaming,
         computing=n * paces.computing + ends.computing,
         waiting=dict(waits),
         bubble=passes - n * paces.seconds,
@@ -349,6 +360,7 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
         devices=plan.mesh.world_size,
         peak=hardware.peak_flops(plan.precision),
         hidden=n * paces.hidden + ends.hidden,
+        streaming=streaming,
     )
 
 

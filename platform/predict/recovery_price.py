@@ -18,13 +18,13 @@ from platform.checkpoint.blocks import list_held_states, list_held_tensors
 from platform.config.fields import Config
 from platform.config.groups import AUTO
 from platform.config.key import format_duration
-from platform.optimizer.optimizers import count_states_per_element, count_stored_numbers
+from platform.optimizer.optimizers import count_offloaded_numbers, count_states_per_element, count_stored_numbers
 from platform.plan.accelerators import dense_bf16_peak
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_seconds
 from platform.plan.step_collectives import count_communicators, matrix_sides
 from platform.predict.footprint import checkpoint_bytes
-from platform.predict.hardware import Hardware, StorageRates
+from platform.predict.hardware import HOST_REACHED, Hardware, StorageRates
 from platform.predict.memory_budget import device_kind
 from platform.predict.price import bytes_seconds
 from platform.predict.step_price import step_price
@@ -33,7 +33,6 @@ NODE = 8  # workers of a node, as long as nobody says otherwise
 USED = 0.5  # of a GPU's peak speed, at most: no step is estimated too long
 HOUR = 3600.0
 WORKER_HOURS = 50_000.0  # between failures of one worker: 419 in 54 days of 16,384 GPUs (Llama 3, 2024, table 5)
-HOST_REACHED = 25 / 32  # of the bytes/s of a GPU's link to host memory: copies over PCIe 4.0 reach 25 GB/s
 
 
 class SnapshotPrice(NamedTuple):
@@ -143,7 +142,8 @@ def snapshot_price(config: Config, plan: Plan, per_node: int, known: Known | Non
         return SnapshotPrice(count, sent, least)
     places = ({**plan.mesh.rank_coordinates(0), "stage": stage} for stage in range(plan.num_stages))
     masters = max(plan.stage_part(at["stage"]).count_masters_of_rank(at) for at in places)
-    copied = _copy_seconds(masters * (1 + count_stored_numbers(config)) * plan.itemsize["master"], known)
+    numbers = 1 + count_stored_numbers(config) - (count_offloaded_numbers(config) if known.device != "cpu" else 0)
+    copied = _copy_seconds(masters * numbers * plan.itemsize["master"], known)  # what is not in host memory anyway
     beside = 0.0 if known.device == "cpu" else copied  # a GPU goes on beside it
     if not (known.hardware and mean):
         return SnapshotPrice(count, sent, least, beside)

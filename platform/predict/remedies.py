@@ -18,6 +18,7 @@ from platform.boundary.refusals import NEAREST, format_violation
 from platform.boundary.terminal import show_phase
 from platform.config.fields import Config
 from platform.config.layout_rules import OPEN_KEYS, forbids_zero
+from platform.optimizer.optimizers import list_further_offloads
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.plan import Plan
@@ -42,6 +43,7 @@ from platform.predict.memory_budget import (
     predict_peak_bytes,
 )
 from platform.predict.search import plan_finalist
+from platform.predict.step_price import step_price
 
 SHOWN = 3  # changes
 DEEP = 32  # layers, beyond which no more plans than are shown are priced: each takes milliseconds for a layer
@@ -100,7 +102,18 @@ def find_best_changes(config: Config, seconds: float, needed: float, memory: flo
         by_memory, key=lambda one: (one.memory > memory, len(_list_overrides(current, one.choice, space)), one)
     )
     tried = price_best(fewest)
-    return [c for c in tried if (c.memory or 0) <= memory][:SHOWN] or price_best(by_memory[:1])
+    fitting = [c for c in tried if (c.memory or 0) <= memory][:SHOWN]
+    return fitting or _price_offload_changes(config, memory, hardware) or price_best(by_memory[:1])
+
+
+def _price_offload_changes(config: Config, memory: float, hardware: Hardware) -> list[Change]:
+    """Return the changes to optimizer.offload by which a plan fits `memory` bytes of a worker, the quickest first."""
+    changes = []
+    for typed, changed, _ in _iterate_offload_changes(config):
+        plan = plan_quickly(changed)
+        if plan and (needed := predict_peak_bytes(changed, plan)) <= memory:
+            changes.append(Change((*typed.split(),), step_price(changed, plan, hardware).seconds, needed))
+    return sorted(changes, key=lambda change: change.seconds)[:SHOWN]
 
 
 def _open_keys(config: Config) -> Config:
@@ -225,11 +238,13 @@ def violation_of_memory(config: Config, plan: Plan, device: Device) -> str:
 
 def violation_of_host_memory(config: Config, plan: Plan, node: Device, workers: int) -> str:
     """Return a refusal line for the user if a node has less host memory than so many workers of the plan are predicted
-    to keep activations in; else "". Pure."""
+    to keep activations, states and masters in; else "". Pure."""
     needed = workers * predict_host_bytes(config, plan)
     if needed <= node.memory:
         return ""
     reason = f"{workers} workers keep {needed / 1e9:.4g} GB in host memory, {node.name} has {node.memory / 1e9:.4g} GB"
+    if (word := plan.stored.offload) != "none":
+        return format_violation("optimizer.offload", word, reason, ["none", *["states"] * (word != "states")])
     return format_violation("recompute_offload", True, reason, [False])
 
 
@@ -290,6 +305,7 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
         if c.pipeline.kind != "file":
             least = replace(_replace_config_group(sharded, "train", microbatch=1), recompute="full")
             yield "parallel.zero=3 train.microbatch=1 recompute=full", least, True
+    yield from _iterate_offload_changes(c)
     yield from _iterate_expert_changes(c)
     for axis, n in c.tensor.axes.items():
         yield (
@@ -318,6 +334,16 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
                 _replace_config_group(c, "pipeline", kind="1f1b", stages=stages),
                 True,
             )
+
+
+def _iterate_offload_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
+    """Yield changes, as `_iterate_changes` does, by which optimizer states or masters too lie in host memory."""
+    for word in list_further_offloads(c) if device_kind(c) == "cuda" else ():
+        offloading = _replace_config_group(c, "optimizer", offload=word)
+        yield f"optimizer.offload={word}", offloading, True
+        if c.recompute != "full" and c.pipeline.kind != "file":
+            least = replace(_replace_config_group(offloading, "train", microbatch=1), recompute="full")
+            yield f"optimizer.offload={word} train.microbatch=1 recompute=full", least, True
 
 
 def _iterate_expert_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:

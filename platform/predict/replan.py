@@ -16,14 +16,19 @@ from typing import Any, NamedTuple
 
 from platform.config.fields import Config
 from platform.config.layout_rules import list_tensor_axes
-from platform.optimizer.optimizers import count_states_per_element
+from platform.optimizer.optimizers import count_offloaded_numbers, count_states_per_element
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import communication
 from platform.predict.contenders import CHOOSABLE
 from platform.predict.footprint import state_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import has_legal_plan, make_plan, plan_quickly
-from platform.predict.memory_budget import MemoryForecast, predict_peak_bytes, weight_bytes_by_stage
+from platform.predict.memory_budget import (
+    MemoryForecast,
+    device_kind,
+    predict_peak_bytes,
+    weight_bytes_by_stage,
+)
 
 FEW_LAYERS = 4  # deeper models get a bound first, and are counted exactly only if it leaves them a chance
 
@@ -39,8 +44,10 @@ class MemoryBudget:
         if memory < inf:
             plan = make_plan(config)
             self.memory = max(memory, predict_peak_bytes(config, plan))
-            self._state = state_bytes(plan, count_states_per_element(config))
-            self._half = 2 if plan.stored.masters == "split" else 0
+            half = 2 if plan.stored.masters == "split" else 0
+            state = state_bytes(plan, count_states_per_element(config))
+            away = count_offloaded_numbers(config) if device_kind(config) == "cuda" else 0.0
+            self._updated = state + ((1 - away) * plan.itemsize["master"] - half) * plan.parameter_count
             self._count, self._itemsize = plan.parameter_count, plan.itemsize
 
     def may_hold_config(self, config: Config) -> bool:
@@ -52,7 +59,7 @@ class MemoryBudget:
         zero, data = config.parallel.zero, config.parallel.data * config.parallel.context
         experts = config.parallel.experts  # divides at most all parameters
         master, compute = self._itemsize["master"], self._itemsize["compute"]
-        updated = ((master - self._half) * self._count + self._state) / (data if zero else experts)
+        updated = self._updated / (data if zero else experts)
         used = master / (data if zero >= 2 else experts)
         used += (compute if compute != master else 0) / (data if zero == 3 else experts)
         return (updated + self._count * used) / split <= self.memory

@@ -16,7 +16,7 @@ from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
 from platform.config.fields import ALL, Config
 from platform.config.validation import violations_of_configuration
-from platform.optimizer.optimizers import count_states_per_element
+from platform.optimizer.optimizers import count_offloaded_numbers, count_states_per_element, list_further_offloads
 from platform.plan.layout import find_divisors, format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
@@ -29,7 +29,7 @@ from platform.predict.contenders import (
 from platform.predict.footprint import state_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import plan_quickly
-from platform.predict.memory_budget import MemoryForecast
+from platform.predict.memory_budget import MemoryForecast, device_kind
 from platform.predict.price import StepPrice
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, step_price
 
@@ -102,9 +102,11 @@ class SearchOutcome:
         plan = self.tried[0].plan
         parameters = sum(prod(plan.global_shape(p)) for p in plan.parameters)
         half = 2 if plan.stored.masters == "split" else 0
-        return parameters * (plan.itemsize["master"] - half) + state_bytes(
+        stored = parameters * (plan.itemsize["master"] - half) + state_bytes(
             plan, count_states_per_element(self.space.config)
         )
+        away = count_offloaded_numbers(self.space.config) if device_kind(self.space.config) == "cuda" else 0
+        return max(plan.itemsize["compute"] * parameters, stored - round(away * parameters * plan.itemsize["master"]))
 
     @cached_property
     def quickest_fitting_finalist(self) -> Finalist | None:
@@ -260,20 +262,25 @@ HELPFUL = "recompute=auto", "train.microbatch=-1", "parallel.zero=-1", "parallel
 def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
     """Return what would help a search without a plan that fits: the least workers that hold the state, or the first key
     by which, open too, it would find one; "" if none does."""
-    config = standings.space.config
-    if (needed := ceil(standings.least_state_bytes / standings.budget)) > standings.workers:
-        return f"parameters and optimizer state alone take {format_count(needed, 'such worker')}"
-    for typed in HELPFUL:
+    config, helpful = standings.space.config, dict[str, Config]()
+    needed = ceil(standings.least_state_bytes / standings.budget)
+    for typed in HELPFUL if needed <= standings.workers else ():
         key, _, value = typed.partition("=")
         opened = deepcopy(config)
         opened.plan.search.append(ALL if value == f"[{ALL}]" else key)
-        if not {ALL, opened.plan.search[-1]}.isdisjoint(config.plan.search):
-            continue
+        if {ALL, opened.plan.search[-1]}.isdisjoint(config.plan.search):
+            helpful[typed] = opened
+    for word in list_further_offloads(config) if device_kind(config) == "cuda" else ():
+        helpful[f"optimizer.offload={word}"] = offloading = deepcopy(config)
+        offloading.optimizer.offload = word
+    for typed, opened in helpful.items():
         grid = ContenderGrid(SearchSpace(opened), standings.workers, standings.budget, hardware)
         with pause_garbage_collection():
             picked = _pick_finalists(grid.space, grid.rate_contenders()[0], standings.budget, hardware)
         if best := replace(standings, space=grid.space, tried=picked).quickest_fitting_finalist:
             return f"with {typed} one fits: {' '.join(grid.space.format_overrides(best.choice))}"
+    if needed > standings.workers:
+        return f"parameters and optimizer state alone take {format_count(needed, 'such worker')}"
     return ""
 
 

@@ -16,7 +16,7 @@ from platform.config.composition import CONF
 from platform.config.fields import Config
 from platform.config.groups import AUTO
 from platform.model import build_model
-from platform.optimizer.optimizers import count_stored_numbers
+from platform.optimizer.optimizers import count_stored_numbers, count_streamed_bytes
 from platform.plan.accelerators import find_accelerator, nominal_memory
 from platform.plan.chunks import BUCKET_MIB
 from platform.plan.gantt import draw_gantt_svg
@@ -186,6 +186,7 @@ def build_step_work(config: Config, plan: Plan, **others: Any) -> StepWork:
         table=None if kind in EVEN else build_schedule(config, plan.num_replicas),
         overlap=config.parallel.overlap,
         moments=count_stored_numbers(config),
+        streamed=count_streamed_bytes(config),
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
         compiles=may_compile(config.train.compile, "cuda"),

@@ -106,16 +106,18 @@ def _name_origin(o: Operation) -> str:
 class Execution:
     """Settings beside a plan on which the time of a step depends: the kind of `schedule` and, for one that is not among
     EVEN, its `table`; `overlap`: True if collectives of parameters go on beside computation; `moments`: numbers of
-    optimizer state per parameter; `dropout`: the model's rate, and `fused_dropout` if attention's kernel draws its
-    masks; the `system` that runs the plan; `narrow`: the precision of fewer bits in which it computes the products of
-    layers' weights, "" for the plan's; `compiles`: True if a GPU's blocks are compiled where they can be;
-    `more_heads`: heads beside the plan's, of multi-token prediction, on the last stage; `redone`: words of REDONE,
-    by which it computes operations again, beside what the plan does."""
+    optimizer state per parameter; `streamed`: bytes of one that an update brings from host memory; `dropout`: the
+    model's rate, and `fused_dropout` if attention's kernel draws its masks; the `system` that runs the plan; `narrow`:
+    the precision of fewer bits in which it computes the products of layers' weights, "" for the plan's; `compiles`:
+    True if a GPU's blocks are compiled where they can be; `more_heads`: heads beside the plan's, of multi-token
+    prediction, on the last stage; `redone`: words of REDONE, by which it computes operations again, beside what the
+    plan does."""
 
     schedule: str = "none"
     table: Schedule | None = None
     overlap: bool = True
     moments: float = 2
+    streamed: float = 0.0
     dropout: float = 0.0
     fused_dropout: bool = False
     system: System = System()

@@ -7,5 +7,5 @@ memory, the clock of sections, and the progress that heartbeats show: its call, 
 Its files in reading order: communicator, process_groups, host_memory, progress, clock, conversion, flat_buffers,
 normal_floats, residency, matrices, kernels, einsum, products, eight_bits, statistics, positions, residual,
 teacher_loss, chunked_loss, expert_rows, delta_chunks, panels, attention_pairs, parallel_ops, pipeline, recompute,
-pinned_memory, traced_collectives, compilation, compiled_blocks.
+pinned_memory, staged_memory, traced_collectives, compilation, compiled_blocks.
 """

@@ -20,9 +20,11 @@ from platform.plan.plan import Plan
 from platform.plan.rule import RelayoutStep
 from platform.runtime.communicator import ArrivedCollective, CollectiveHandle, Communicator
 from platform.runtime.conversion import PendingConversion, convert
+from platform.runtime.staged_memory import allocate_host_zeros, allocate_zeros
 
 _HOME = "_flat_home"  # attribute of compute copies, of parameters that follow each other: (their bucket, their names)
 TracedGradients = list[tuple[tuple["FlatBucket", tuple[str, ...]], Tensor]]  # of adjacent parameters of a bucket
+ON_THE_WAY = 1 << 23  # elements that are copied from host memory at once
 MANY = 1 << 16  # elements of a gradient from which on its bytes count for more than a launch
 
 
@@ -63,10 +65,13 @@ class FlatBucket:
         self.part = self.masters if is_one_memory else rows[self._index]
         if bucket.frees_weights and not is_one_memory:
             self.part = torch.zeros_like(rows[0])
-        # the low halves of master copies, whose high halves are `part`: `masters` then are places without memory
+        # what is kept of master copies beside `part`, their low halves or, in host memory, all of them: `masters` then
+        # are places without memory
         self.low: Tensor | None = None
-        if plan.stored.masters == "split":
-            self.low = self._allocate_flat(len(self.masters), torch.int16)
+        if plan.stored.has_masters_apart and not bucket.frozen:
+            allocate = allocate_host_zeros if plan.stored.offloads_masters else allocate_zeros
+            rest = torch.int16 if plan.stored.masters == "split" else high
+            self.low = allocate((len(self.masters),), rest, communicator.device)
         # Written through an alias with a version counter of its own: autograd would take a gather in the backward pass
         # for a change of what the forward pass saved.
         self._written = self._whole.data.view(self.bucket.shards, -1)
@@ -101,8 +106,8 @@ class FlatBucket:
             self.masters.untyped_storage().resize_(0)
 
     def halves_of(self, master: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the high and low halves of a master copy, or of several adjacent ones, in its shape."""
-        assert self.low is not None, "masters are split"
+        """Return the copy to compute with and what else is kept of a master copy, or of several, in its shape."""
+        assert self.low is not None, "masters are kept apart"
         start = int(master.storage_offset() - self.masters.storage_offset())
         parts = (self.part[start : start + master.numel()], self.low[start : start + master.numel()])
         return parts[0].view(master.shape), parts[1].view(master.shape)
@@ -142,11 +147,11 @@ class FlatBucket:
     @torch.no_grad()
     def fill_parameter(self, name: str, block: Tensor) -> None:
         """Set a parameter's master copy and compute copy from the tensor `block`, this rank's block of its initial
-        values. Without ZeRO, `block` is the master copy itself, unless masters are split."""
+        values. Without ZeRO, `block` is the master copy itself, unless masters are kept apart."""
         if self.low is not None:
             if not self.bucket.frees_weights:
-                split_halves(block, self.compute[name], torch.empty_like(block, dtype=torch.int16))
-            split_halves(self.cut_own_master_part(name, block), *self.halves_of(self.master[name]))
+                split_masters(block, self.compute[name], torch.empty_like(block, dtype=self.low.dtype))
+            split_masters(self.cut_own_master_part(name, block), *self.halves_of(self.master[name]))
             return
         if self.bucket.sharded:
             start, stop = self.bucket.range_in_shard(name, self._index)
@@ -166,10 +171,18 @@ class FlatBucket:
             self._gathering = self._launch_gather(self._written)
             self.resident = not self._gathering
 
+    @torch.no_grad()
+    def read_host_masters(self) -> None:
+        """Set the compute copies of this rank's part from whole master copies in host memory, if they lie there."""
+        if self.low is not None and self.low.dtype == self._high:
+            copy_by_pieces(self.part, self.low)
+
     def gather_fresh_copies(self) -> Mapping[str, Tensor]:
         """Return parameter name -> a new compute copy made from the master copies, to check the present copies against;
         all ranks that share the bucket call it together."""
         fresh_part = self.masters.detach().to(self._low) if self.low is None else self.part.clone()
+        if self.low is not None and self.low.dtype == self._high:
+            copy_by_pieces(fresh_part, self.low)
         fresh_copies = fresh_part
         if self.bucket.sharded:
             fresh_copies = self._communicator.launch("all_gather", fresh_part, self.bucket.sharded).wait()
@@ -440,6 +453,27 @@ def split_halves(x: Tensor, high: Tensor, low: Tensor) -> None:
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
     """Return the fp32 numbers, in new memory, of which `split_halves` has made two halves."""
     return high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
+
+
+def split_masters(x: Tensor, high: Tensor, low: Tensor) -> None:
+    """Write master numbers as the copies to compute with, `high`, and `low`: int16 halves, or all of them."""
+    if low.dtype == torch.int16:
+        return split_halves(x, high, low)
+    high.copy_(x)
+    if low.data_ptr() != x.data_ptr():
+        low.copy_(x)
+    return None
+
+
+def join_masters(high: Tensor, low: Tensor) -> Tensor:
+    """Return the master numbers that `split_masters` has written: in new memory, or `low`, which has all of them."""
+    return join_halves(high, low.to(high.device)) if low.dtype == torch.int16 else low
+
+
+def copy_by_pieces(copies: Tensor, masters: Tensor) -> None:
+    """Copy flat master numbers in host memory to compute copies, in pieces that are rounded on the device."""
+    for to, x in zip(copies.split(ON_THE_WAY), masters.split(ON_THE_WAY), strict=True):
+        to.copy_(x.to(to.device))
 
 
 def add_gradients_together(sums: Sequence[tuple[Tensor, bool]], gradients: Sequence[Tensor]) -> None:

@@ -26,10 +26,11 @@ from platform.plan.layout import Mesh
 from platform.plan.plan import BASE_PRECISION, Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import is_absent_block
-from platform.runtime.flat_buffers import FlatBucket, join_halves, split_halves
+from platform.runtime.flat_buffers import FlatBucket, join_masters, split_masters
 from platform.runtime.normal_floats import QuantisedBucket
 from platform.runtime.parallel_ops import initialise
 from platform.runtime.residency import ParameterResidency, ResidentSpan
+from platform.runtime.staged_memory import StagingBuffers, allocate_host_zeros
 from platform.train.replies import RankRange
 
 # precision -> dtype of compute copies, dtype of master copies and summed gradients
@@ -66,7 +67,7 @@ class RankWeights:
         """Allocate this rank's blocks or shards of the model's weights and gradients under `plan`. `seed`: seed of
         initial values, None for none; `overlap`: reduce gradients during backward passes, and gather ZeRO shards
         ahead; `reads_frozen`: frozen weights get no initial values, as they are read."""
-        self._plan, self._overlap = plan, overlap
+        self._plan, self._overlap, self._staging = plan, overlap, StagingBuffers(communicator.device)
         low, high = DTYPES[plan.precision]
         kinds = [QuantisedBucket if bucket.quantised else FlatBucket for bucket in plan.buckets]
         self.buckets = [kind(plan, communicator, b, low, high) for kind, b in zip(kinds, plan.buckets, strict=True)]
@@ -225,31 +226,32 @@ class RankWeights:
         return joined_groups
 
     @property
-    def are_masters_split(self) -> bool:
-        """Return True if master copies have no memory but their halves (optimizer.masters)."""
-        return self._plan.stored.masters == "split"
+    def are_masters_apart(self) -> bool:
+        """Return True if master copies have no memory but their parts (optimizer.masters, optimizer.offload)."""
+        return self._plan.stored.has_masters_apart
 
     @property
     def updated_halves(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Map the id of each tensor that the optimizer updates to its halves, if masters are split."""
-        owners = {id(w): (w, self._bucket_of[n]) for n, (w, _) in self.updated.items() if self.are_masters_split}
+        """Map the id of each tensor that the optimizer updates to its parts, if masters are kept apart."""
+        owners = {id(w): (w, self._bucket_of[n]) for n, (w, _) in self.updated.items() if n in self.master_halves}
         return {number: flat.halves_of(w) for number, (w, flat) in owners.items()}
 
     @property
     def master_halves(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return name -> the halves of this rank's master copy, if masters are split."""
-        owned = self.own_masters if self.are_masters_split else {}
+        """Return name -> the parts of this rank's master copy, if masters are kept apart."""
+        owned = self.trainable_masters if self.are_masters_apart else {}
         return {name: self._bucket_of[name].halves_of(w) for name, w in owned.items()}
 
     @property
     def stored_masters(self) -> dict[str, Tensor]:
         """Return name -> the memory of this rank's master copy: its high half if masters are split."""
-        return {name: high for name, (high, _) in self.master_halves.items()} or self.own_masters
+        part = 1 if self._plan.stored.masters == "fp32" else 0
+        return self.own_masters | {name: halves[part] for name, halves in self.master_halves.items()}
 
     def read_master(self, name: str) -> Tensor:
-        """Return a master copy: new memory where masters are split."""
+        """Return a master copy: new memory where masters are split, of the host where they lie there."""
         w = self.master[name].detach()
-        return join_halves(*self._bucket_of[name].halves_of(w)) if self.are_masters_split else w
+        return join_masters(*halves) if (halves := self.master_halves.get(name)) else w
 
     @property
     def updated_tensors(self) -> dict[int, Tensor]:
@@ -272,6 +274,8 @@ class RankWeights:
         self.drop_gradients()
         self.wait_for_gathers()
         for flat in self.buckets:
+            if not ahead:  # else the optimizer has written them
+                flat.read_host_masters()
             flat.refresh_compute_copies()
         if not (ahead and self._overlap):
             self.wait_for_gathers()
@@ -285,20 +289,41 @@ class RankWeights:
     @torch.no_grad()
     def begin_averages(self) -> None:
         """Keep moving averages of the master weights (train.ema) from now on, starting at the weights' values."""
-        self.averages = {n: self.read_master(n).clone() for n in self.trainable_masters}
+        self.averages = {n: self._clone_state(self.read_master(n)) for n in self.trainable_masters}
+
+    def _clone_state(self, x: Tensor) -> Tensor:
+        """Return a copy of master numbers where this rank keeps averages."""
+        if not self._plan.stored.offloads_states:
+            return x.clone()
+        return allocate_host_zeros(x.shape, x.dtype, self._staging.device).copy_(x)
 
     @torch.no_grad()
     def update_averages(self, decay: float, skipped: Tensor | None = None) -> None:
         """Update the weights' moving averages, if kept: average = decay * average + (1 - decay) * master weight; not if
         the step is `skipped`, as the device says by 1 in a number."""
+        share = 1 - decay if skipped is None else (1 - decay) * (1 - skipped.double())
         if not self.averages:
             return
-        share = 1 - decay if skipped is None else (1 - decay) * (1 - skipped.double())
-        if isinstance(share, float) and not self.are_masters_split:
+        if self._plan.stored.offloads_states:
+            self._update_host_averages(share)
+        elif isinstance(share, float) and not self.are_masters_apart:
             torch._foreach_lerp_(list(self.averages.values()), list(self.trainable_masters.values()), share)
-            return
+        else:
+            for name, average in self.averages.items():
+                _move_average(average, self.read_master(name), share)
+
+    def _update_host_averages(self, share: float | Tensor) -> None:
+        """Move averages in host memory by a `share` of the way to the masters, piece by piece, beside masters that lie
+        there too."""
+        halves, pieces = self.master_halves, list[tuple[Tensor, ...]]()
         for name, average in self.averages.items():
-            average.lerp_(self.read_master(name), share.to(average.dtype) if isinstance(share, Tensor) else share)
+            tensors = [average, *halves.get(name, (self.master[name].detach(),))]
+            pieces += zip(*(x.view(-1).split(_PIECE) for x in tensors), strict=True)
+        last = 2 if self._plan.stored.offloads_masters else 3  # from which on parts lie in host memory
+        staged = self._staging.pass_pieces([(piece[0], *piece[last:]) for piece in pieces])
+        for (_, *parts), (average, *arrived) in zip(pieces, staged, strict=True):
+            parts[last - 1 :] = arrived
+            _move_average(average, join_masters(*parts) if parts[1:] else parts[0], share)
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
@@ -311,13 +336,14 @@ class RankWeights:
     def _swap_averages(self) -> None:
         """Swap moving averages and master weights in training, piece by piece, and refresh the compute copies."""
         self.wait_for_gathers()  # which write what may be the masters' high halves
+        stored, is_split = self.stored_masters, self._plan.stored.masters == "split"
         for name, average in self.averages.items():
-            if self.are_masters_split:
+            if is_split:
                 weights = self.read_master(name)
-                split_halves(average, *self._bucket_of[name].halves_of(self.master[name]))
+                split_masters(average, *self.master_halves[name])
                 average.copy_(weights)
                 continue
-            for a, b in zip(average.view(-1).split(_PIECE), self.master[name].view(-1).split(_PIECE), strict=True):
+            for a, b in zip(average.view(-1).split(_PIECE), stored[name].view(-1).split(_PIECE), strict=True):
                 buffer = a.clone()
                 a.copy_(b)
                 b.copy_(buffer)
@@ -403,3 +429,8 @@ class LossScale:
         if self.good_steps + 1 < rules.growth_every:
             return LossScale(self.scale, self.good_steps + 1)
         return LossScale(min(LARGEST, self.scale * rules.growth))
+
+
+def _move_average(average: Tensor, weights: Tensor, share: float | Tensor) -> None:
+    """Move the average of weights in training by a `share` of the way to them, in place."""
+    average.lerp_(weights, share.to(average.dtype) if isinstance(share, Tensor) else share)

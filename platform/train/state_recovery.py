@@ -213,7 +213,8 @@ def compare_replicas(trainer: Trainer, state: RankTrainingState, before: Snapsho
     plan, communicator = trainer.plan, trainer.communicator
     trainer.weights.wait_for_gathers()
     own_tensors = _replica_tensors(trainer)
-    sums = torch.stack([compute_checksum(x) for x in own_tensors.values()]).tolist() if own_tensors else []
+    own_sums = [compute_checksum(x).to(communicator.device) for x in own_tensors.values()]
+    sums = torch.stack(own_sums).tolist() if own_sums else []
     checksums = all_gather_values(communicator, dict(zip(own_tensors, sums, strict=True)))
     damaged, undecided = judge_replicas(plan, checksums)
     if undecided:
@@ -265,12 +266,13 @@ def _settle_disputes(
 def _replica_tensors(trainer: Trainer) -> dict[str, Tensor]:
     """Return the tensors that this rank's replicas should hold alike, by KIND.PARAMETER: master and compute copies of
     weights, optimizer moments. ZeRO shards are left out, as no other rank holds them."""
-    plan, weights, all_halves = trainer.stage, trainer.weights, trainer.weights.master_halves
+    plan, weights, stored = trainer.stage, trainer.weights, trainer.weights.stored_masters
+    all_halves = weights.master_halves if plan.stored.masters == "split" else {}
     tensor_by_name: dict[str, Tensor] = {}
     for name, master in weights.own_masters.items():
         if not plan.bucket_by_parameter[name].sharded:
-            halves = all_halves.get(name, (master.detach(),))
-            tensor_by_name |= {f"{kind}.{name}": x for kind, x in zip(("model", LOW), halves, strict=False)}
+            tensor_by_name[f"model.{name}"] = stored[name].detach()
+            tensor_by_name |= {f"{LOW}.{name}": low for _, low in [*filter(None, [all_halves.get(name)])]}
             updated = weights.updated[name][0]
             moments = ((k, v) for k, v in trainer.optimizer.state[updated].items() if isinstance(v, Tensor) and v.dim())
             parts = ((k, v if k in SIDES else weights.part_of_parameter(name, v, find_unit(k))) for k, v in moments)

@@ -480,7 +480,7 @@ class Trainer:
             self._divide_gradients(divisor)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        if self.weights.are_masters_split:
+        if self.weights.are_masters_apart:
             self.weights.wait_for_gathers()  # of what no pass has read, whose memory is that of high halves
         optimizer.found_inf = skipped
         optimizer.step()

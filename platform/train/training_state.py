@@ -40,6 +40,7 @@ from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import all_gather_values
 from platform.runtime.progress import PROGRESS
+from platform.runtime.staged_memory import allocate_host_zeros, allocate_zeros
 from platform.train.rank_parameters import DTYPES, LossScale
 from platform.train.replies import Unrestored
 from platform.train.state_forms import fill_wide, restore_states
@@ -164,8 +165,10 @@ class RankTrainingState:
             trained = weights.trainable_masters.items()
             kinds: dict[str, Mapping[str, Tensor]] = {"model": dict(trained) if plan.adapters else weights.master}
             if halves := weights.master_halves:
-                high, low = ({n: pair[i] for n, pair in halves.items()} for i in (0, 1))
-                kinds = {"model": {**kinds["model"], **high}, LOW: low}
+                masters = weights.stored_masters
+                kinds = {"model": {name: masters.get(name, w) for name, w in kinds["model"].items()}}
+                if plan.stored.masters == "split":
+                    kinds[LOW] = {name: low for name, (_, low) in halves.items()}
             for kind in self.moments:
                 kinds[kind] = {n: self._read_moment(n, w, kind) for n, w in trained if _is_kept_moment(plan, kind, n)}
             coordinates = self._communicator.coordinates
@@ -322,10 +325,11 @@ class RankTrainingState:
         """Return a zero optimizer moment of the master weight `w`, in place of one that no update has made yet."""
         if moment in SIDES:
             return w.new_zeros(matrix_side_length(self._plan, moment, name))
+        allocate = allocate_host_zeros if self._plan.stored.offloads_states else allocate_zeros
         if (unit := find_unit(moment)) > 1:
-            return torch.zeros(w.numel() // unit, device=w.device)
+            return allocate((w.numel() // unit,), torch.float32, w.device)
         kept_type = _moment_type(self._plan, moment, name, str(w.dtype).removeprefix("torch."))
-        return torch.zeros_like(w, requires_grad=False, dtype=getattr(torch, kept_type))
+        return allocate(w.shape, getattr(torch, kept_type), w.device)
 
     @property
     def _updated_names(self) -> Collection[str]:

@@ -173,15 +173,20 @@ def qwen(tmp_path_factory) -> Path:
     return folder
 
 
-FITS = [(["--hardware", "h100", "--workers", "8"], "fine_tune"), (["--hardware", "h100", "--workers", "1"], "lora")]
+FITS = [
+    (["--hardware", "h100", "--workers", "8"], "fine_tune"),
+    (["--hardware", "h100", "--workers", "1"], "fine_tune_offload"),
+    (["--hardware", "l4", "--workers", "1"], "lora"),
+]
 
 
 @pytest.mark.parametrize(("devices", "wanted"), FITS)
 def test_the_first_recipe_that_fits_is_taken(chosen, qwen, devices, wanted):
     recipe, reason, words = chosen(str(qwen), "talks.jsonl", "--plan", *devices)
-    assert recipe == wanted and ("; fine_tune: no plan for 1 worker fits 80 GB; " in reason) == (wanted == "lora")
+    assert recipe == wanted and ("; fine_tune: no plan for 1 worker fits " in reason) == (wanted != "fine_tune")
     config = compose_config(words)
-    assert (config.precision, config.cluster.device, config.cluster.hardware) == ("bf16", "cuda", "h100")
+    assert (config.precision, config.cluster.device, config.cluster.hardware) == ("bf16", "cuda", devices[1])
+    assert config.optimizer.offload == ("states+masters" if wanted == "fine_tune_offload" else "none")
     assert (config.model.length, config.parallel.data) == (4096, int(devices[-1]))
     assert config.plan.search == ["parallel.zero"]
 
@@ -199,7 +204,7 @@ def test_none_that_fits_is_refused_with_a_line_for_each(folder, qwen, monkeypatc
     said = refused(
         capsys, str(qwen), "talks.jsonl", "--hardware", "t4", "--workers", "1", "precision=fp16", "model.length=32768"
     )
-    assert [line.partition(": ")[0] for line in said] == ["fine_tune", "lora", "qlora"]
+    assert [line.partition(": ")[0] for line in said] == ["fine_tune", "fine_tune_offload", "lora", "qlora"]
     assert all(" fits 16 GB; the one that needs least, " in line for line in said)
     said = refused(capsys, str(qwen), "talks.jsonl", "--hardware", "h100")
     assert said == ["--workers=0: no h100 is here to be counted; nearest legal: 8"]

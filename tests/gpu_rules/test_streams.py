@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from platform.checkpoint import buffer
 from platform.checkpoint.snapshots import MemoryMap, RankSnapshots, SharedMemory, Snapshot
+from platform.optimizer.optimizers import PIECES
 from platform.plan.generation_passes import PIECE
 from platform.runtime import attention_pairs, clock
 from platform.runtime.communicator import Communicator
@@ -38,7 +39,6 @@ from tests.harness.card import CARD
 from tests.harness.oracle import MODELS, configure, validation_loss
 from tests.harness.streams import POOL, ROOT, Note, Recorder, Work, races, recorded, shared, waits
 
-PINNED = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)  # of torch.cuda.cudart
 Run = Callable[[Trainer, pytest.MonkeyPatch], None]
 
 
@@ -106,9 +106,19 @@ def lend(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 
 def host_kept(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """Steps whose blocks' inputs are in host memory meanwhile."""
-    patch.setattr(torch.cuda, "cudart", lambda: PINNED)
     trainer.step(1)
     trainer.step(2)
+
+
+def stream_states(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
+    """Steps whose states are in host memory in between, around an evaluation, and snapshots of these."""
+    patch.setitem(PIECES, "card", 1 << 9)
+    patch.setattr(rank_parameters, "_PIECE", 1 << 9)
+    worker = worker_of(trainer, patch)
+    worker.step(1)
+    validation_loss(trainer)
+    worker.step(2)
+    worker.step(3)
 
 
 def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
@@ -118,7 +128,6 @@ def worker_of(trainer: Trainer, patch: pytest.MonkeyPatch) -> Worker:
     beside = trainer.communicator._recorder.beside
     executor = SimpleNamespace(submit=lambda do: SimpleNamespace(result=beside(do)), shutdown=lambda wait: None)
     patch.setattr(futures, "ThreadPoolExecutor", lambda *_: executor)
-    patch.setattr(torch.cuda, "cudart", lambda: PINNED)
     patch.setattr(Snapshot, "mark_incomplete", lambda self: self.__dict__.update(whole=None))
     patch.setattr(Snapshot, "mark_complete", lambda self, step, values: self.__dict__.update(whole=step))
     patch.setattr(Snapshot, "step", property(lambda self: self.__dict__.get("whole")))
@@ -180,6 +189,8 @@ CASES = {
     "snapshot": Case({"pipeline": "gpipe", "stages": 2}, snapshot),
     "snapshot, lion": Case(TWO, snapshot, settings={"optimizer.kind": "lion"}),  # has no numbers that the host reads
     "offload": Case({**HOST_KEPT, "layers": 3}, host_kept),
+    "states away": Case(TWO, stream_states, settings={"optimizer.offload": "states"}),
+    "masters away": Case({**TWO, "zero": 1}, stream_states, settings={"optimizer.offload": "states+masters"}),
     "generation, 1d": Case({"tensor": "1d", **T}, write),
     "generation, zero=3": Case({**TWO, "zero": 3}, write),
     "generation, zero=1": Case({**TWO, "zero": 1}, write_after),
@@ -215,6 +226,13 @@ MORE = {
         {"data": 4, "zero": 2, "zero_group": 2, "microbatch": 1}, settings={"parallel.overlap": False}
     ),
     "averages": Case({**TWO, "zero": 1}, settings={"train.ema": 0.9, "eval.averaged": True}),
+    "states away, averages": Case(
+        {**TWO, "zero": 3}, stream_states,
+        settings={"optimizer.offload": "states", "optimizer.masters": "split", "train.ema": 0.9, "eval.averaged": True},
+    ),
+    "masters away, averages": Case(
+        TWO, stream_states, settings={"optimizer.offload": "states+masters", "train.ema": 0.9, "eval.averaged": True}
+    ),
     "snapshot, zero=1": Case({**TWO, "zero": 1}, snapshot),
     "generation, last stage": Case(PAIR, write, rank=1),
     "comparison": Case({**TWO, "zero": 1}, compare),

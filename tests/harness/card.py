@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from platform.config.fields import Config
+from platform.optimizer.optimizers import PIECES
 from platform.plan.chunks import ADDS_WIDE
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import process_groups
@@ -64,6 +65,7 @@ MODULE = CardModule()
 
 _setup_privateuseone_for_python_backend("card", MODULE)  # before a backward pass: then autograd counts the devices
 CARD = torch.device("card", 0)
+PINNED = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)  # of torch.cuda.cudart
 # torch lacks what its fused SGD makes of tensors without memory: nothing
 META = torch.library.Library("aten", "IMPL", "Meta")
 META.impl("_fused_sgd_", lambda *given, **named: None)
@@ -154,7 +156,8 @@ def alone(
         patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read_numbers", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
-        for known in (AT_ONCE, ADDS_WIDE, RANDOM_DRAWN_AT_ONCE):
+        patch.setattr(torch.cuda, "cudart", lambda: PINNED)
+        for known in (AT_ONCE, ADDS_WIDE, RANDOM_DRAWN_AT_ONCE, PIECES):
             patch.setitem(known, "card", known["cuda"])  # type: ignore[attr-defined]
         if plan.mesh.world_size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.world_size, store=FakeStore())

@@ -38,7 +38,7 @@ import platform
 from platform.checkpoint import buffer
 from platform.config.fields import Config
 from platform.plan.plan import Plan
-from platform.runtime import recompute
+from platform.runtime import recompute, staged_memory
 from platform.runtime.clock import SectionClock
 from platform.runtime.communicator import CollectiveHandle, Communicator, SingleRank
 from platform.runtime.conversion import PendingConversion
@@ -48,6 +48,7 @@ from tests.harness.card import CARD, MODULE, AsOnNccl, alone
 from tests.harness.launches import FREE, arguments, is_view
 
 HOST, THREAD, DEFAULT = "host", "thread of the host", "default stream"
+STREAMS = buffer._stream_of_copies, recompute._copy_stream, staged_memory._copy_streams  # of the process
 POOL = 32  # streams of one priority that torch hands out in turn
 PLACES = 2  # innermost functions of the runtime that a report names
 ROOT = Path(platform.__path__[0])
@@ -71,12 +72,23 @@ class Site(NamedTuple):
         return f"{self.file}:{self.line} {self.function}{self.call and ': '}{self.call}"
 
 
+class Region(NamedTuple):
+    """Bytes [start, stop) of a memory of the host, of which several streams may have a part each."""
+
+    memory: int
+    start: int
+    stop: int
+
+
+Memory = int | Region
+
+
 class Work(NamedTuple):
     """A kernel or a copy in a stream, or what the host does itself."""
 
     stream: str
-    reads: frozenset[int]
-    writes: frozenset[int]
+    reads: frozenset[Memory]
+    writes: frozenset[Memory]
     what: str
     at: tuple[Site, ...]
 
@@ -107,7 +119,7 @@ class Held(NamedTuple):
     """Memory that the transport holds until an event is waited for."""
 
     event: int
-    memories: frozenset[int]
+    memories: frozenset[Memory]
 
 
 class Freed(NamedTuple):
@@ -132,15 +144,16 @@ Note = Work | Recorded | Waited | Held | Freed | Timed
 class _Replay:
     """Who has waited for what, after some of the notes."""
 
-    def __init__(self, without: Site | None):
+    def __init__(self, without: Site | None, borders: dict[int, list[int]]):
         self.found: list[str] = []
+        self._borders = borders  # of regions, by memory
         self._without = without
         self._number = count(1)
         self._clocks: dict[str, Clocks] = defaultdict(dict)
         self._events: dict[int, Clocks] = {}
-        self._wrote: dict[int, tuple[int, Work]] = {}  # memory -> the last that wrote to it
-        self._read: dict[int, dict[str, tuple[int, Work]]] = defaultdict(dict)  # and who has read it since, by stream
-        self._holds: dict[int, frozenset[int]] = {}  # event -> memory held until it is waited for
+        self._wrote: dict[Any, tuple[int, Work]] = {}  # memory -> the last that wrote to it
+        self._read: dict[Any, dict[str, tuple[int, Work]]] = defaultdict(dict)  # and who has read it since, by stream
+        self._holds: dict[int, frozenset[Memory]] = {}  # event -> memory held until it is waited for
         self._freed: dict[int, Work] = {}  # memory that is held, but freed otherwise
 
     def _clock(self, stream: str) -> Clocks:
@@ -181,11 +194,12 @@ class _Replay:
     def _run(self, work: Work) -> None:
         clock, number = self._clock(work.stream), next(self._number)
         clock[work.stream] = number
-        for memory in work.reads | work.writes:
+        read, written = self._divide(work.reads), self._divide(work.writes)
+        for memory in read | written:
             if (freed := self._freed.get(memory, work)) is not work:
                 self.found.append(f"{work} is given memory that is not there since {freed}")
             earlier = [self._wrote[memory]] if memory in self._wrote else []
-            if memory in work.writes:
+            if memory in written:
                 earlier += self._read.pop(memory, {}).values()
                 self._wrote[memory] = number, work
             else:
@@ -193,6 +207,12 @@ class _Replay:
             for before, other in earlier:
                 if before > clock.get(other.stream, 0):
                     self.found.append(f"{work} does not wait for {other}")
+
+    def _divide(self, memories: frozenset[Memory]) -> set[Any]:
+        """The memories, of regions the parts that no region of the notes divides."""
+        regions = [m for m in memories if isinstance(m, Region)]
+        parts = ((m.memory, at) for m in regions for at in self._borders[m.memory] if m.start <= at < m.stop)
+        return {*(m for m in memories if not isinstance(m, Region)), *parts}
 
 
 def _later(clock: Clocks, known: Clocks) -> None:
@@ -204,7 +224,11 @@ def _later(clock: Clocks, known: Clocks) -> None:
 
 def races(notes: Sequence[Note], without: Site | None = None) -> list[str]:
     """The accesses of which neither waits for the other, as text. `without`: a site at which nothing is waited for."""
-    replay = _Replay(without)
+    borders: dict[int, set[int]] = defaultdict(set)
+    for memory in (m for note in notes if isinstance(note, Work) for m in note.reads | note.writes):
+        if isinstance(memory, Region):
+            borders[memory.memory] |= {memory.start, memory.stop}
+    replay = _Replay(without, {memory: sorted(some) for memory, some in borders.items()})
     for note in notes:
         replay.take(note)
     return list(dict.fromkeys(replay.found))
@@ -395,8 +419,16 @@ class Recorder(TorchDispatchMode):
             self._allocated(storage, stream if x.device == CARD else HOST)
         return self._memories[storage._cdata][1]
 
-    def _all(self, tensors: Iterable[Tensor], stream: str = DEFAULT) -> frozenset[int]:
-        return frozenset(self._memory(x, stream) for x in tensors if x.numel())
+    def _all(self, tensors: Iterable[Tensor], stream: str = DEFAULT) -> frozenset[Memory]:
+        return frozenset(self._touched(x, stream) for x in tensors if x.numel())
+
+    def _touched(self, x: Tensor, stream: str) -> Memory:
+        """The memory of a tensor on the card, or its region in the host's."""
+        number = self._memory(x, stream)
+        if x.device == CARD:
+            return number
+        at, size = (n * x.element_size() for n in (x.storage_offset(), x.numel()))
+        return Region(number, at, at + size) if x.is_contiguous() else Region(number, 0, x.untyped_storage().nbytes())
 
     def _allocated(self, storage: torch.UntypedStorage, stream: str) -> None:
         address, number = storage._cdata, next(self._numbers)
@@ -523,8 +555,8 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
     def communicator(plan: Plan, rank: int) -> Communicator:
         return SingleRank(plan.mesh, CARD) if plan.mesh.world_size == 1 else OnStreams(recorder, plan, rank)
 
-    buffer._stream_of_copies.cache_clear()
-    recompute._copy_stream.cache_clear()
+    for streams in STREAMS:
+        streams.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         recorder.stand_in(patch)
         with alone(c, rank, [], communicator) as trainer, recorder, pytest.MonkeyPatch.context() as within:
@@ -536,5 +568,5 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
 
             within.setattr(Communicator, "read_numbers", noted)
             yield trainer
-    buffer._stream_of_copies.cache_clear()
-    recompute._copy_stream.cache_clear()
+    for streams in STREAMS:
+        streams.cache_clear()

@@ -207,6 +207,8 @@ plan precision=fp32 optimizer.masters=split
 plan precision=fp8 train.mlp_chunks=2
 plan precision=mxfp8 quantise.powers=off
 plan precision=fp8 tensor=1d tensor.axes.t=4
+plan precision=fp32 optimizer.offload=states+masters
+plan optimizer=muon optimizer.offload=states
 plan optimizer=muon precision=bf16 optimizer.masters=split
 plan optimizer.moments=int8 tensor=1d tensor.axes.t=4
 plan train.ramp_samples=8

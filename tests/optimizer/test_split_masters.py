@@ -136,7 +136,7 @@ def test_negative_control_a_low_half_of_another_number(monkeypatch):
     wide = trained(configured("fp32"))
     from platform.optimizer import stored_states
 
-    monkeypatch.setattr(stored_states, "join_halves", lambda high, low: join_halves(high, low.roll(1)))
+    monkeypatch.setattr(stored_states, "join_masters", lambda high, low: join_halves(high, low.roll(1)))
     [ours], [theirs] = trained(configured("split")), wide
     assert not all(torch.equal(x, theirs[0][name]) for name, x in ours[0].items())
 

@@ -15,7 +15,15 @@ from platform.predict import remedies
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
 from platform.predict.remedies import REMEDIES_SHOWN as SHOWN
-from platform.predict.remedies import Device, iterate_fitting_changes, violation_of_host_memory, violation_of_memory
+from platform.predict.remedies import (
+    Device,
+    find_best_changes,
+    iterate_fitting_changes,
+    violation_of_host_memory,
+    violation_of_memory,
+)
+from platform.predict.search import choose_plan
+from platform.predict.step_price import read_hardware
 from tests.harness.oracle import configure
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -141,3 +149,26 @@ def test_host_memory_that_a_node_does_not_have():
     assert re.fullmatch(r"recompute_offload=true: 2 workers keep \S+ GB in host memory, a node has 2e-06 GB; .*", line)
     c.recompute_offload = False
     assert violation_of_host_memory(c, make_plan(c), Device(0, "a node"), 2) == ""
+    c.optimizer.offload, c.cluster.device = "states", "cuda"
+    line = violation_of_host_memory(c, make_plan(c), Device(2e3, "a node"), 2)
+    assert line.startswith("optimizer.offload=states: 2 workers keep ") and line.endswith("nearest legal: none")
+
+
+SEVEN = ["+experiment=fine_tune", "model=gpt3_6_7b", "data=synthetic", "parallel.data=1", "precision=bf16"]
+
+
+def test_what_fits_no_gpu_is_offered_host_memory():
+    """By refusals, by the screen of a plan, and by a search; beside a CPU there is no other memory."""
+    c = compose_config([*SEVEN, "cluster.gpu=H100"])
+    plan, memory = make_plan(c), nominal_memory("H100")
+    assert "optimizer.offload=states (72.2 GB)" in violation_of_memory(c, plan, Device(memory, "H100"))
+    changes = find_best_changes(c, 7.0, 2 * memory, memory, read_hardware("h100"))
+    assert [change.typed for change in changes] == [
+        ("optimizer.offload=states",),
+        ("optimizer.offload=states+masters",),
+    ]
+    c.plan.search = ["parallel.zero"]
+    with pytest.raises(ConfigError, match="with optimizer.offload=states one fits"):
+        choose_plan(c, 1)
+    c.cluster.gpu, c.cluster.device = "", "cpu"
+    assert "offload" not in violation_of_memory(c, plan, Device(memory, "a host"))

@@ -291,6 +291,17 @@ def test_so_it_is_with_split_masters(divided, moments):
         assert predict_peak_bytes(c, make_plan(c)) < 0.95 * predict_peak_bytes(wide, make_plan(wide))
 
 
+@pytest.mark.parametrize(
+    "masters, offload", [("fp32", "states"), ("fp32", "states+masters"), ("split", "states+masters")]
+)
+@pytest.mark.parametrize("divided", ["bf16", "zero 3"])
+def test_so_it_is_with_states_that_pass_through_buffers(divided, masters, offload):
+    """On a CPU, whose host memory is its own."""
+    c = optimized("sgd", **DIVIDED[divided] | {"precision": "bf16"})
+    c.optimizer.kind, c.optimizer.masters, c.optimizer.offload = "adamw", masters, offload
+    holds(c)
+
+
 def test_negative_control_an_update_that_takes_nothing(monkeypatch):
     c = optimized("muon, nesterov")
     muon = replace(OPTIMIZERS["muon"], scratch=lambda o, update: 0)
