@@ -76,11 +76,8 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
         lambda b: not b.plan.compiles_collectives and may_hold_collectives(b.plan.mesh),
     ),
     (
-        "replicas reduce gradients beside its collectives, or its axes are not t and context",
-        lambda b: (
-            may_hold_collectives(b.plan.mesh)
-            and any(n > 1 for axis, n in b.plan.mesh.axes.items() if axis not in ("stage", "t", "context"))
-        ),
+        "collectives lie in it of other axes than t and context",
+        lambda b: any(n > 1 for axis, n in b.plan.mesh.axes.items() if axis not in (*OUTSIDE, "t", "context")),
     ),
     ("its weights are gathered one product ahead", _Block.gathers_weights),
     ("ranks of a sub-grid alone compute a part of it", _Block.is_absent_somewhere),

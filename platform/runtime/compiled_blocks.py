@@ -121,7 +121,9 @@ class CompiledBlock:
         """Return where the gradients of the compiled block's tensors at `of` are added, in as few pieces of memory
         as possible."""
         homes = {i: home for i in of if _takes_gradient(home := self.homes[i])}
-        order = sorted(homes, key=lambda i: (id(homes[i][0]), homes[i][0].bucket.parameter_ranges[homes[i][1][0]]))
+        first = {id(bucket): i for i, (bucket, _) in reversed(homes.items())}  # on all ranks in one order
+        places = {i: (first[id(b)], b.bucket.parameter_ranges[names[0]]) for i, (b, names) in homes.items()}
+        order = sorted(homes, key=places.__getitem__)
         runs: list[tuple[FlatBucket, tuple[str, ...], list[int]]] = []
         for i in order:
             bucket, names = homes[i]

@@ -12,7 +12,7 @@ from platform.predict.make_plan import make_plan
 from platform.runtime import parallel_ops, traced_collectives
 from platform.runtime.communicator import CollectiveHandle, Communicator
 from tests.harness.oracle import MODELS, compare, examine, run, serial, trainer_of
-from tests.runtime.test_compiled_block import APART, TUNE, calls_of
+from tests.runtime.test_compiled_block import APART, FROZEN, TUNE, calls_of
 from tests.runtime.test_compiled_block import compiling as compiling_locally
 
 
@@ -50,9 +50,26 @@ PLANS = {
     "1d_sp, recomputed": {**SEQUENCE, "recompute": "full"},
 }
 MORE = {
+    "1d, two layers": {**MEGATRON, "layers": 2},
+    "1d, 4 ranks": {**MEGATRON, **MODELS["llama"], "axes": {"t": 4}},
+    "1d_sp, gathered again": {**LLAMA, "gathered": "again"},
+    "1d, data 2, zero 1": {**MEGATRON, "data": 2, "zero": 1, "microbatch": 2},
+    "1d_sp, data 2, zero 3": {**LLAMA, "data": 2, "zero": 3, "microbatch": 2},
+    "1d, zero 3, recomputed": {**MEGATRON, "data": 2, "zero": 3, "microbatch": 2, "recompute": "full"},
+    "1d_sp, interleaved": {
+        **LLAMA, "pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4, "microbatch": 2,
+    },
     "1d_sp, weight gradients apart": {**SEQUENCE, **APART},
+    "1d_sp, gathered again, weight gradients apart": {**LLAMA, **APART, "gathered": "again"},
+    "1d, encoder and decoder": {**MEGATRON, **MODELS["t5"]},
+    "1d_sp, padding": {**SEQUENCE, **MODELS["bert"]},
+    "1d_sp, documents, dropout": {**SEQUENCE, **MODELS["packed_gpt"], "dropout": 0.2},
+    "1d_sp, latent": {**SEQUENCE, **MODELS["latent"]},
+    "1d, frozen": {**MEGATRON, **FROZEN},
     "1d_sp, adapters": {**LLAMA, "tune": TUNE},
+    "1d_sp, modern": {**SEQUENCE, **MODELS["modern"], "layers": 2},
     "context": {**MODELS["llama"], **ONE, "context": 2},
+    "context, all_to_all": {**ONE, "context": 2, "context_kind": "all_to_all"},
 }  # fmt: skip
 
 
@@ -62,6 +79,19 @@ def test_they_compute_the_same(name, made):
     c = compiling(**(PLANS | MORE)[name])
     plan, results = run(c)
     assert made and all(made)
+    examine(c, plan, results)
+    c.train.compile = "off"
+    for whole, by_function in zip(results, run(c)[1], strict=True):
+        assert whole.log == by_function.log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["1d", "1d_sp, data 2, zero 3"])
+def test_kernels_of_the_compiler_compute_the_same(name, monkeypatch):
+    """Blocks of torch.compile's default compiler, which schedules kernels anew, launch the same in the same order."""
+    monkeypatch.undo()  # of `fast`
+    c = compiling(**(PLANS | MORE)[name])
+    plan, results = run(c)
     examine(c, plan, results)
     c.train.compile = "off"
     for whole, by_function in zip(results, run(c)[1], strict=True):
