@@ -102,11 +102,11 @@ def test_what_goes_wrong_in_passes_ahead_is_told_at_their_turn(monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "negative control"])
-def test_a_device_has_the_next_passes_before_the_host_waits(ahead, monkeypatch):
+def test_a_device_has_the_next_passes_before_the_host_waits(ahead):
     """Behind the update, and before the one read of a step; what a read waits for is not launched later."""
     c, seen = shrunk(compose_config(["+experiment=one_gpu"])), {}
     reads: list[int] = []
-    with alone(c, 0, reads) as trainer:
+    with alone(c, 0, reads) as trainer, pytest.MonkeyPatch.context() as patch:
         assert trainer.runs_ahead
         trainer.step(1, then=2 if ahead else 0)
         with KernelCounter(trainer.communicator) as counter:
@@ -118,8 +118,8 @@ def test_a_device_has_the_next_passes_before_the_host_waits(ahead, monkeypatch):
 
                 return noted
 
-            monkeypatch.setattr(Communicator, "read_numbers", note("read", Communicator.read_numbers))
-            monkeypatch.setattr(trainer, "_update_weights", note("update", trainer._update_weights))
+            patch.setattr(Communicator, "read_numbers", note("read", Communicator.read_numbers))
+            patch.setattr(trainer, "_update_weights", note("update", trainer._update_weights))
             trainer.step(2, then=3 if ahead else 0)
             seen["end"] = {name: counter.sections[name].launched for name in SECTIONS}
     assert len(reads) == 2 and seen["read"]["optimizer"] > seen["update"]["optimizer"]
@@ -142,7 +142,7 @@ def test_the_labels_of_a_step_are_counted_while_the_device_works_on_another(ahea
     monkeypatch.setattr(trainer.corpus, "predicted", note("count", trainer.corpus.predicted))
     monkeypatch.setattr(trainer, "_run_passes", note("passes", trainer._run_passes))
     if not ahead:
-        monkeypatch.setattr(trainer, "_count_labels_ahead", lambda step: None)
+        monkeypatch.setattr(trainer, "_find_divisor_ahead", lambda step: None)
     for step in (1, 2, c.train.steps):
         calls: list[str] = []
         trainer.step(step)
