@@ -65,13 +65,7 @@ class FlatBucket:
         self.part = self.masters if is_one_memory else rows[self._index]
         if bucket.frees_weights and not is_one_memory:
             self.part = torch.zeros_like(rows[0])
-        # what is kept of master copies beside `part`, their low halves or, in host memory, all of them: `masters` then
-        # are places without memory
-        self.low: Tensor | None = None
-        if plan.stored.has_masters_apart and not bucket.frozen:
-            allocate = allocate_host_zeros if plan.stored.offloads_masters else allocate_zeros
-            rest = torch.int16 if plan.stored.masters == "split" else high
-            self.low = allocate((len(self.masters),), rest, communicator.device)
+        self.low = self._allocate_rest_of_masters(plan, high)
         # Written through an alias with a version counter of its own: autograd would take a gather in the backward pass
         # for a change of what the forward pass saved.
         self._written = self._whole.data.view(self.bucket.shards, -1)
@@ -115,6 +109,15 @@ class FlatBucket:
     def _allocate_masters(self, elements: int) -> Tensor:
         """Return the memory of so many elements of master copies."""
         return self._allocate_flat(elements, self._high)
+
+    def _allocate_rest_of_masters(self, plan: Plan, high: torch.dtype) -> Tensor | None:
+        """Return the memory of what is kept of master copies beside `part`, if they are kept apart: their low halves
+        or, in host memory, all of them; `masters` then are places without memory."""
+        if not plan.stored.has_masters_apart or self.bucket.frozen:
+            return None
+        allocate = allocate_host_zeros if plan.stored.offloads_masters else allocate_zeros
+        rest = torch.int16 if plan.stored.masters == "split" else high
+        return allocate((len(self.masters),), rest, self._communicator.device)
 
     def _allocate_flat(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer of zeros, [elements], in this rank's device memory."""

@@ -105,7 +105,7 @@ class CollectiveTrace:
         parts: Parts | None = None,
         joined_parts: Parts | None = None,
     ) -> _TracedHandle:
-        """Emit the launch of a collective, of the parameters of `Communicator.launch`."""
+        """Record the launch of a collective, of the parameters of `Communicator.launch`."""
         number, self._count = self._count, self._count + 1
         shape = self._result_shape(RelayoutStep(op, tuple(axes), dim, joined), x.shape, root, parts, joined_parts)
         cuts = [[p.room, *p.extents] if p else [] for p in (parts, joined_parts)]
@@ -136,6 +136,6 @@ class _TracedHandle(ArrivedCollective):
         self._trace, self._arguments = trace, (x, trace.last, number, shape)
 
     def wait(self) -> Tensor:
-        """Emit the wait for the collective; return its result."""
+        """Record the wait for the collective; return its result."""
         self._trace.last = torch.ops.platform.wait(*self._arguments)
         return self._trace.last

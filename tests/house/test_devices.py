@@ -47,6 +47,7 @@ MAY_MAKE = {
     "runtime/recompute.py:_take_host_bytes": "host memory",
     "runtime/residual.py:random_starts": "one copy sends them to the device",
     "runtime/pinned_memory.py:allocate_pinned_bytes": "host memory",
+    "runtime/staged_memory.py:allocate_host_zeros": "host memory",
     "train/rank_parameters.py:__init__": "host memory",
     "train/generator.py:__init__": "rows of tokens, placed later",
     "train/generator.py:build_data": "rows of tokens, placed later",

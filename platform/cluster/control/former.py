@@ -25,7 +25,7 @@ from platform.plan.layout import Mesh, format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_digest, plan_summary
 from platform.plan.schedule import Schedule, table
-from platform.plan.simulate import simulate, stage_rows
+from platform.plan.simulate import StageRows, simulate, stage_rows
 from platform.plan.step_collectives import may_compile
 from platform.plan.whole_blocks import describe_blocks, reasons_against_whole_blocks
 from platform.predict.choose_schedule import build_schedules
@@ -137,10 +137,7 @@ class GenerationFormer:
         uncompiled = built[0].uncompiled or self._rehearse_step(crew, job, step + 1)
         compiled = self._say_what_compiles(plan, job.device, uncompiled)
         self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0].parameters, **compiled))
-        timeline = None
-        if self._config.monitor.timeline:
-            names, stages = [job.rank_name(rank) for rank in range(size)], [c["stage"] for c in job.coordinates]
-            timeline = Timeline(schedules, [stage.steps for stage in of_stage], names, stages)
+        timeline = self._begin_timeline(job, schedules, of_stage)
         peak = dense_bf16_peak(built[0].device)
         formed = Formation(replanned.config, stage_of, domains, seats, built[0].moments, built[0].shared)
         seconds = perf_counter() - start
@@ -148,6 +145,16 @@ class GenerationFormer:
         if source or (step and self._config.elastic.snapshot_interval):
             self.ledger.record_snapshot(generation, step)
         return generation
+
+    def _begin_timeline(
+        self, job: Job, schedules: Sequence[Schedule], of_stage: Sequence[StageRows]
+    ) -> Timeline | None:
+        """Return the timeline of the job's ranks in a generation, if the run keeps one."""
+        if not self._config.monitor.timeline:
+            return None
+        names = [job.rank_name(rank) for rank in range(len(job.coordinates))]
+        stages = [c["stage"] for c in job.coordinates]
+        return Timeline(schedules, [stage.steps for stage in of_stage], names, stages)
 
     def _assign_seats(self, members: Mapping[int, Member], mesh: Mesh) -> tuple[list[int], MemorySource | None]:
         """Return the member at every rank of a new mesh, and the state in survivors' memory that they recover from;
