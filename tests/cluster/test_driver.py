@@ -56,7 +56,7 @@ def test_a_run_from_end_to_end(kind, config, capsys):
     row = rows(config)[2]
     unusual = {"val_loss", "val_losses", "task_scores", "bubble", "skipped", "recovery_seconds", "loss_scale"}
     unusual |= {"layer_grad_norms", "layer_rms", "experts", "expert_load", "length", "parts", "predicted_seconds"}
-    unusual |= {"workers", "worker_ranks"}
+    unusual |= {"workers", "worker_ranks", "losses_ahead"}
     assert row.keys() == MetricsRow.__dataclass_fields__.keys() - unusual
     assert row["samples"] == [8, 12] and row["loss"] == 1 / 3 and row["world_size"] == 2 and row["generation"] == 1
     assert row["seconds"] == {"forward": 0.25, "data": 0.0, "checkpoint": 0.0}

@@ -71,7 +71,7 @@ def test_a_run_on_ray(tmp_path, own_text):
     assert [row["tokens"] for row in rows] == [16 * 128 * k for k in (1, 2, 3)]
     for row in rows:
         unusual = {"val_losses", "task_scores", "bubble", "skipped", "recovery_seconds", "loss_scale"}
-        unusual |= {"layer_grad_norms", "layer_rms", "experts", "expert_load", "length"}
+        unusual |= {"layer_grad_norms", "layer_rms", "experts", "expert_load", "length", "losses_ahead"}
         unusual |= {"predicted_seconds"} if row["step"] == 1 else set()
         assert set(row) == MetricsRow.__dataclass_fields__.keys() - unusual - (
             {"val_loss"} if row["step"] != 2 else set()
