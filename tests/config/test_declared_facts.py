@@ -9,14 +9,15 @@ from platform.config.layout_rules import OPEN_KEYS, mark_open_keys
 
 OPTIMIZER = """lr betas eps nesterov newton_schulz matrix_lr beta2_decay update_clip relative_step scale_by_weight
 least_scale groups weight_decay clip early
-moments masters schedule warmup_steps min_lr cycles decay_steps settings schedule_settings"""
+moments masters offload schedule warmup_steps min_lr cycles decay_steps settings schedule_settings"""
 MODEL = """dropout fused_dropout label_smoothing predict_ahead_weight capacity_factor balance_loss balance_rate z_loss
 router_jitter"""
 TRAIN = (
     "global_batch ramp_from ramp_by ramp_samples length_ramp loss loss_settings teacher init init_averaged freeze ema"
 )
 TUNE = "kind rank alpha rslora targets dropout"
-PLANNED = ("tune.", "model.", "tensor.", "branch.", "pipeline.", "parallel.", "train.global_batch", "train.microbatch")
+PLANNED = ("tune.", "model.", "tensor.", "branch.", "pipeline.", "parallel.", "quantise.", "train.global_batch",
+           "train.microbatch")  # fmt: skip
 PATHS = "run.dir data.cache pipeline.file checkpoint.url model.source eval.task_folder train.teacher"
 SOURCE_PATHS = "data.path data.target_path data.validation_path"
 MARKED = """tensor pipeline pipeline.stages pipeline.chunks parallel.context parallel.experts parallel.zero

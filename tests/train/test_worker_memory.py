@@ -258,7 +258,6 @@ def test_copies_run_in_a_stream_of_their_own(monkeypatch):
     whole = Box((0,), (4,))
     part = Share(HeldTensor("model.w", "float32", (4,), {whole: (0,)}), whole)
     wait = buffer.HostBuffer([part], pinned=True).start_copy([Block("model.w", whole, torch.ones(4))])
-    before = ["wait for the update", "enter", "copy {'non_blocking': True}", "exit", "record {'blocking': True}"]
-    assert log == before
-    wait()
-    assert log == [*before, "synchronize"]
+    wait()  # what lies in host memory is copied behind what comes from the device
+    before = ["wait for the update", "enter", "exit", "record {'blocking': True}", "synchronize"]
+    assert log == [*before, "copy {'non_blocking': True}"]

@@ -176,10 +176,11 @@ def planned(typed: str):
 
 
 def test_where_nothing_cheap_makes_it_fit_the_screen_says_how_much_is_lacking(capsys):
-    text = shown(capsys, f"{EIGHT_BILLION} parallel.data=1 train.microbatch=4 recompute=none")
+    large = f"{EIGHT_BILLION} model.layers=80 parallel.data=1 train.microbatch=4 recompute=none"
+    text = shown(capsys, large)
     [line] = [line for line in text.splitlines() if line.startswith("neither another microbatch nor ")]
     typed, lacking = line.partition(": ")[2].split(" lacks least, ")
-    config, plan = planned(f"{EIGHT_BILLION} parallel.data=1 train.microbatch=4 recompute=none {typed}")
+    config, plan = planned(f"{large} {typed}")
     assert f"{(predict_peak_bytes(config, plan) - 80e9) / 1e9:.3g} GB" == lacking
     assert "platform.launch" not in text
 

@@ -9,7 +9,7 @@ import pytest
 
 from platform.plan.gather_order import find_fetches
 from platform.predict.make_plan import make_plan
-from platform.runtime import einsum
+from platform.runtime import eight_bits, einsum
 from tests.harness.oracle import MODELS, configure, examine, run, trainer_of
 from tests.harness.pairwise import product
 from tests.harness.suite import suite
@@ -90,7 +90,8 @@ def events_of_a_step(c, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(ThreadGroups, "launch", launched)
-        patched.setattr(einsum, "local_einsum_function", multiplying)
+        for module in (einsum, eight_bits):
+            patched.setattr(module, "local_einsum_function", multiplying)
         run_threads(plan.mesh, work)
     return plan, list(events.values())
 
