@@ -301,9 +301,9 @@ class RankWeights:
     def update_averages(self, decay: float, skipped: Tensor | None = None) -> None:
         """Update the weights' moving averages, if kept: average = decay * average + (1 - decay) * master weight; not if
         the step is `skipped`, as the device says by 1 in a number."""
-        share = 1 - decay if skipped is None else (1 - decay) * (1 - skipped.double())
         if not self.averages:
             return
+        share = 1 - decay if skipped is None else (1 - decay) * (1 - skipped.double())
         if self._plan.stored.offloads_states:
             self._update_host_averages(share)
         elif isinstance(share, float) and not self.are_masters_apart:

@@ -426,10 +426,11 @@ class Trainer:
         """Sum this rank's loss (fp64 scalar) and `squares`, its part of the squared gradient norm, over all ranks;
         return both, and of a training step with `counted` tokens of experts this rank's counts of all layers. The loads
         of balanced layers are summed into `_loads`."""
-        labels, zero = self._labels_ahead if counted else [], torch.zeros_like(loss)
-        losses = [loss, *(self.ops.losses_ahead.get(k, zero) for k in range(1, len(labels) + 1))]
+        labels = self._labels_ahead if counted else []
+        depths = range(1, len(labels) + 1)
+        losses = [loss, *(self.ops.losses_ahead.get(k, torch.zeros_like(loss)) for k in depths)]
         if not counts_at(self.communicator.coordinates, self.plan.loss_layout.axes):
-            losses = [zero] * len(losses)
+            losses = [torch.zeros_like(loss)] * len(losses)
         sums = torch.stack((losses[0], squares, *losses[1:]))
         routed_counts = list(self.ops.routed.values()) if counted else []
         if loads := self.plan.load_dependent_routes if counted else {}:

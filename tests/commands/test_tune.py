@@ -195,7 +195,7 @@ def test_devices_are_those_that_are_there(chosen, qwen, monkeypatch):
     monkeypatch.setattr(resources, "gpu_count", lambda: 4)
     monkeypatch.setattr(resources, "_find_smallest_gpu", lambda: resources.Device(24e9, "L4"))
     recipe, reason, words = chosen(str(qwen), "talks.jsonl", "model.length=2048", "--plan")
-    assert recipe == "lora" and " GB on each of 4 workers; fine_tune: no plan for 4 workers " in reason
+    assert recipe == "fine_tune_offload" and " GB on each of 4 workers; fine_tune: no plan for 4 workers " in reason
     assert "parallel.data=4" not in words, "the same command goes on with others"
 
 
