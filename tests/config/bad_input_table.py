@@ -105,7 +105,7 @@ optimizer.kind=adam | optimizer.kind=adam: unknown | adamw
 optimizer.schedule=cosin | optimizer.schedule=cosin: unknown | cosine
 parallel.zero=4 | parallel.zero=4: unknown | 3, 2, 1
 branch.order=middle | branch.order=middle: unknown | inner
-branch.slice_via=gather | branch.slice_via=gather: unknown | all_gather
+branch.slice_via=gather | branch.slice_via=gather: unknown | all_to_all
 pipeline.kind=1f1c | pipeline.kind=1f1c: unknown | 1f1b
 train.on_spike=ignore | train.on_spike=ignore: unknown | rollback
 tensor.gathered=never | tensor.gathered=never: unknown | keep
@@ -285,7 +285,7 @@ tensor=layout tensor.axes.a=2 tensor.layout=5 | tensor.layout=5: must be dim:axi
 tensor=layout tensor.axes.a=2 tensor.layout={batch:[a | tensor.layout={batch:[a: not YAML
 tensor.order=[a] | tensor.order=[a]: lacks t, an axis of tensor.regions.attention.heads | [t]
 tensor.regions.mlp.d_ff=[q] | tensor.order=[t]: lacks q, an axis of tensor.regions.mlp.d_ff | d_ff=[t], [t,q]
-tensor.vectors=diag | tensor.vectors=diag: unknown | diagonal
+tensor.vectors=diag | tensor.vectors=diag: unknown | even
 tensor.vectors=diagonal | tensor.vectors=diagonal: tensor=1d has no plane of axes y and z | even, tensor=3d
 tensor=3d tensor.axes.y=2 tensor.axes.z=4 tensor.vectors=diagonal | tensor.vectors=diagonal: the plane of | y=4 tensor
 tensor=3d tensor.vectors=diagonal parallel.data=2 parallel.zero=1 | parallel.zero=1: not built yet beside tensor.vec | 0
