@@ -32,7 +32,8 @@ PLAN = """
     StoredStates
 """.split()
 OPERATIONS = """
-    add_loss_ahead attention combine combine_rows concatenate convolve cross_entropy delta_rule dispatch dispatch_rows dropout
+    add_loss_ahead attention combine combine_rows concatenate convolve cross_entropy delta_rule dispatch dispatch_rows
+    dropout
     einsum expand_kv
     features fused_attention jitter linear_cross_entropy lookup mlp norm one_hot pointwise pointwise_each
     project recall recurrence reduce relative_bias relayout relayout_each remember reshape residual
