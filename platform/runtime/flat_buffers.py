@@ -111,8 +111,7 @@ class FlatBucket:
         return self._allocate_flat(elements, self._high)
 
     def _allocate_rest_of_masters(self, plan: Plan, high: torch.dtype) -> Tensor | None:
-        """Return the memory of what is kept of master copies beside `part`, if they are kept apart: their low halves
-        or, in host memory, all of them; `masters` then are places without memory."""
+        """Return the memory of low halves of master copies, or of all in host memory; None unless they are apart."""
         if not plan.stored.has_masters_apart or self.bucket.frozen:
             return None
         allocate = allocate_host_zeros if plan.stored.offloads_masters else allocate_zeros
