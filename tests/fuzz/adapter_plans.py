@@ -15,7 +15,7 @@ from tests.fuzz import plans
 from tests.fuzz.draw_training import draw_adapters
 from tests.fuzz.passages import InMemory
 
-CLASSES = ("all live", "some died", "more had to live", "refused")
+CLASSES = ("all live", "some died", "only idle ones live", "more had to live", "refused")
 TRIES = 40  # draws until one is legal, and has two plans of more than one rank
 
 
@@ -39,6 +39,8 @@ def attempt(seed: int, folder: Path) -> str:
             except Exception as error:
                 described = " then ".join(map(plans.describe, configs))
                 raise AssertionError(f"{error!r}; alive {passage.alive}: {described}") from error
+            if passage.idle:
+                return "only idle ones live"
             return "more had to live" if passage.spared else "some died" if passage.killed else "all live"
     return "refused"
 

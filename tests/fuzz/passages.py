@@ -65,10 +65,12 @@ class InMemory:
     """Passage out of the snapshots of ranks on `nodes` nodes, some of which may be lost: the first or the last, where
     the copies of its snapshots at others leave the state whole; or `some` ranks, one less until it is whole.
 
-    `killed`: how many were lost; `spared`: how many more would have left storage alone."""
+    `killed`: how many were lost; `spared`: how many more would have left storage alone; `idle`: none that is alive
+    trains anything."""
 
     killed = spared = 0
     alive: Sequence[int] = ()
+    idle = False
 
     def __init__(self, r: Random, lost: Sequence[str] = ("", "first", "last", "some")) -> None:
         self.nodes, self.shared, self.lost = r.choice((1, 2, 2)), r.random() < 0.5, r.choice(lost)
@@ -77,17 +79,18 @@ class InMemory:
     def begin(self, step: int) -> None:
         pass
 
-    def keep(self, trainer: Trainer, step: int) -> tuple[RankSnapshots, list[str]]:
-        """Return one rank's snapshots, taken now, and the names of its optimizer's moments."""
+    def keep(self, trainer: Trainer, step: int) -> tuple[RankSnapshots, list[str], bool]:
+        """Return one rank's snapshots, taken now, the names of its optimizer's moments, and if it trains anything."""
         state, here = RankTrainingState(trainer), trainer.communicator
         memory = opened(state.held, self._homes(trainer.plan.mesh.world_size), here, self.shared, base=state.base)
         memory.base = state.base_blocks()
         take(memory, step, state.live_blocks(), state.read_values(), here.transfer)
-        return memory, list(state.moments)
+        return memory, list(state.moments), any(w.numel() for w in trainer.weights.trainable_masters.values())
 
     def seal(self, c: Config, plan: Plan, step: int, kept: Sequence[Any]) -> None:
         size = plan.mesh.world_size
-        self.kept, self.step = [memory for memory, _ in kept], step
+        self.kept, self.step = [memory for memory, *_ in kept], step
+        self._trains = [trains for *_, trains in kept]
         homes = self._homes(size)
         gone = {"first": homes[0], "last": homes[-1]}.get(self.lost) if len({*homes}) > 1 else ""
         self.alive = [rank for rank, home in enumerate(homes) if home != gone]
@@ -106,6 +109,7 @@ class InMemory:
             self.alive, self.spared = [*self.alive, next(r for r in all_ranks if r not in self.alive)], self.spared + 1
         assert source and source.step == self.step, f"not whole in memory: {reasons}"
         self.killed = len(all_ranks) - len(self.alive)
+        self.idle = not any(self._trains[rank] for rank in self.alive)
         source = seated(source, list(range(100, 100 + size)), size)
         if source.gathered:
             _, handed = source.plan_handovers(self.kept[0].held)

@@ -9,13 +9,13 @@ from platform.train import rank_model
 from tests.fuzz import adapter_plans
 from tests.fuzz.runner import run
 
-IDLE = (20, 90, 72, 112, 119)  # seeds of which only ranks that train nothing survive: stages, and empty shards
+IDLE = (33, 2)  # seeds of which only ranks that train nothing survive, as the test itself sees
 MANY, COUNT = range(0, 1000, 50), 50
 
 
-@pytest.mark.parametrize("seed", [*IDLE[:2], *(pytest.param(s, marks=pytest.mark.full) for s in IDLE[2:])])
+@pytest.mark.parametrize("seed", IDLE)
 def test_ranks_that_train_nothing_know_what_others_do(seed):
-    assert run(adapter_plans, seed, 1).counts["some died"] == 1
+    assert run(adapter_plans, seed, 1).counts["only idle ones live"] == 1
 
 
 def test_negative_control_ranks_that_train_nothing_count_nothing(monkeypatch):
