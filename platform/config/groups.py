@@ -724,7 +724,7 @@ class Quantise:
     powers: str = key("auto", "scales are powers of two; auto: of block and mx", ("auto", "on", "off"))
     gradients: str = key("e4m3", "form of gradients; e5m2 has a wider range, and one bit less", ("e4m3", "e5m2"))
     layers: list[str] = key(
-        ["*"], "patterns of weights whose products are in 8 bits; all of those that share an input",
+        ["*"], "patterns of weights whose products are in 8 bits; all weights that share an input",
         pattern=r"[\w.*?\[\]!-]+", constraint="must be the name of a parameter, or a pattern with *, ? or [...]",
     )  # fmt: skip
     skip: list[str] = key(

@@ -261,8 +261,8 @@ def read_ahead(sequences: Mapping[str, Ints], depth: int, within_documents: bool
     for k in range(1, depth + 1):
         in_document = begins[:, k:] <= np.arange(length - k)
         for name, of_depth in (("tokens", token_tensor(k)), ("labels", label_tensor(k))):
-            there = np.where(in_document, sequences[name][:, k:], PADDING)
-            shifted[of_depth] = np.pad(there, ((0, 0), (0, k)), constant_values=PADDING)
+            ids = np.where(in_document, sequences[name][:, k:], PADDING)
+            shifted[of_depth] = np.pad(ids, ((0, 0), (0, k)), constant_values=PADDING)
     return shifted
 
 

@@ -201,6 +201,7 @@ class SingleStack(Transformer):
         self.units = ("embedding", *self.stack.units, *(module.name for module in self.ahead), "head")
 
     def part(self, ops: Ops, inputs: Mapping[str, Any], flow: Mapping[str, Any], units: Sequence[str]) -> Activations:
+        """Run the layers named in `units`, as `Transformer.part` does; prediction modules follow."""
         beside = inputs.get("segments"), inputs.get("positions")
         x = self.embedding(ops, inputs["tokens"], *beside) if "embedding" in units else flow["stream"]
         tokens, begins = inputs.get("tokens"), inputs.get("begins")

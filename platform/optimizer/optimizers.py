@@ -456,7 +456,7 @@ def reason_against_passes_ahead(config: Config, plan: Plan) -> str:
         f"precision={plan.precision} scales a loss as the step before says": plan.precision == "fp16",
         "parallel.lent_experts follow from the step before": bool(plan.scheme.lent),
         "monitor.timeline begins each step with a barrier": config.monitor.timeline,
-        "monitor.log_launches writes those of each step": config.monitor.log_launches,
+        "monitor.log_launches writes the launches of each step": config.monitor.log_launches,
     }
     return next((why for why, applies in reasons.items() if applies), "") or reason_against_early_update(config)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from platform.plan.model_types import RANK, Operation, Parameter, Spec
 
+T = TypeVar("T")
 Dims = tuple[str, ...]
 Tile = tuple[int, int]  # rows and columns with one scale, of matrices whose columns a product contracts; 0: all
 
@@ -62,8 +64,9 @@ class ScaledProducts:
         return next((axes for p, n, axes in self.maxima if (p, n) == (product, operand)), ())
 
 
-def dims_of_product(x: Dims, weight: Dims, out: Dims, product: str) -> tuple[Dims, Dims, Dims]:
-    """Return the dims of both operands and of the result of one of the three products of an einsum, see ROLES."""
+def arrange_product(x: T, weight: T, out: T, product: str) -> tuple[T, T, T]:
+    """Return what an einsum has of its activation, weight and output, such as their dims, in the order of one of its
+    three products: both operands, as ROLES has them, and the result."""
     return {"forward": (x, weight, out), "input": (out, weight, x), "weight": (x, out, weight)}[product]
 
 

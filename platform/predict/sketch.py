@@ -49,7 +49,7 @@ SEQUENCES = "microbatch"  # variable beside the sizes of axes
 SIDES = "rows", "columns", "inner", "batch"  # of a product
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
 UNTUNED = Tune()
-PARAMETERS = "parameter", "frozen", "quantised"  # elements of those that are trained, or not, or not and in 4 bits
+PARAMETERS = "parameter", "frozen", "quantised"  # elements of weights that are trained, or not, or not and in 4 bits
 
 
 class Quantity(NamedTuple):

@@ -303,8 +303,8 @@ class Communicator(ABC):
             where = "+".join(axes), self.mesh.count_ranks(axes)
             return ArrivedCollective(run_traced_collective(x, self._number, op, *where, dim, joined, reduce, *cut))
         if self.traced_launch:
-            how: Any = {"reduce": reduce, "root": root, "parts": parts, "joined_parts": joined_parts}
-            return self.traced_launch(op, x, axes, dim, joined, **how)
+            step = RelayoutStep(op, tuple(axes), dim, joined)
+            return self.traced_launch(x, step, reduce, root, parts, joined_parts)
         axes = self.mesh.order_axes(axes)
         group = self.mesh.group_of_rank(self.rank, axes)
         n = len(group)

@@ -22,8 +22,8 @@ from platform.plan.quantisation import (
     Quantisation,
     ScaledProducts,
     Tile,
+    arrange_product,
     contracted_dims,
-    dims_of_product,
 )
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import is_absent_block
@@ -150,7 +150,7 @@ class ScaledEinsums:
 
     def find_function(self, e: Einsum, product: str) -> Callable[..., Tensor]:
         """Return the function of a `product` of the einsum e, in 8 bits or as `local_einsum_function` has it."""
-        dims = dims_of_product(e.x_dims, e.dims, e.out_dims, product)
+        dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
         if e.scaled is None or product not in e.scaled.products:
             return local_einsum_function(*dims)
         return partial(self._multiply, e.scaled, product, dims)
@@ -180,7 +180,7 @@ class ScaledEinsums:
         planned: no kernel multiplies these here."""
         if e.scaled is None or product not in e.scaled.products or is_absent_block(x):
             return x, y
-        dims = dims_of_product(e.x_dims, e.dims, e.out_dims, product)
+        dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
         contracted, rounded = contracted_dims(*dims), list[Tensor]()
         for n, (t, names) in enumerate(zip((x, y), dims, strict=False)):
             shared = tuple(d for d in names if d == "experts")

@@ -85,7 +85,7 @@ def _build_block_parts(room_and_extents: Sequence[int]) -> Parts | None:
 
 
 class CollectiveTrace:
-    """Trace of the collectives of a block of the rank of `communicator`: emits their operators, one after the other.
+    """Trace of the collectives of a block of the rank of `communicator`: records their operators, one after the other.
     `last`: the result of the last one, or the tensor that all of them come after."""
 
     def __init__(self, communicator: Communicator, first: Tensor):
@@ -93,23 +93,13 @@ class CollectiveTrace:
         self._communicator, self.last, self._count = communicator, first, 0
 
     def launch(
-        self,
-        op: str,
-        x: Tensor,
-        axes: Sequence[str],
-        dim: int = 0,
-        joined: int = 0,
-        *,
-        reduce: str = "sum",
-        root: int = 0,
-        parts: Parts | None = None,
-        joined_parts: Parts | None = None,
+        self, x: Tensor, step: RelayoutStep, reduce: str, root: int, *parts_of_dims: Parts | None
     ) -> _TracedHandle:
-        """Record the launch of a collective, of the parameters of `Communicator.launch`."""
+        """Record the launch of the collective of a `step` on x; the others are parameters of `Communicator.launch`."""
         number, self._count = self._count, self._count + 1
-        shape = self._result_shape(RelayoutStep(op, tuple(axes), dim, joined), x.shape, root, parts, joined_parts)
-        cuts = [[p.room, *p.extents] if p else [] for p in (parts, joined_parts)]
-        options = (op, "+".join(axes), dim, joined, reduce, root, *cuts)
+        shape = self._result_shape(step, x.shape, root, *parts_of_dims)
+        cuts = [[parts.room, *parts.extents] if parts else [] for parts in parts_of_dims]
+        options = (step.op, "+".join(step.axes), step.dim, step.dim_joined, reduce, root, *cuts)
         self.last = torch.ops.platform.launch(x, self.last, number, *options)
         return _TracedHandle(self, x, number, shape)
 
@@ -129,7 +119,7 @@ class CollectiveTrace:
 
 
 class _TracedHandle(ArrivedCollective):
-    """Handle of a collective whose launch a trace has emitted."""
+    """Handle of a collective whose launch a trace has recorded."""
 
     def __init__(self, trace: CollectiveTrace, x: Tensor, number: int, shape: list[int]):
         """Hold what the operator that waits for the collective is called with."""

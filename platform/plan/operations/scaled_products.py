@@ -3,6 +3,7 @@ scales, and where a layout cuts a block of elements with one scale, which would 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -16,8 +17,8 @@ from platform.plan.quantisation import (
     ROLES,
     Quantisation,
     ScaledProducts,
+    arrange_product,
     contracted_dims,
-    dims_of_product,
 )
 
 Operand = Spec | Parameter
@@ -38,13 +39,12 @@ def plan_scaled_products(
     how = find_quantisation(operation)
     if how is None or not isinstance(weight, Parameter):
         return None
-    x = operation.inputs[0]
-    assert isinstance(x, Spec)
+    tensors: tuple[Operand, Operand, Operand] = operation.inputs[0], weight, out
+    of_rows = "rows" in tensors[0].dims
     products, maxima = list[str](), list[tuple[str, int, tuple[str, ...]]]()
     for product in ROLES:
-        operands = _operands_of_product(x, weight, out, product)
+        operands = arrange_product(*tensors, product)
         axes = [_axes_of_maximum(planner, how, operands, n, compute) for n in (0, 1)]
-        of_rows = "rows" in x.dims
         if (product == "weight" and (of_rows or planner.is_frozen(weight))) or (
             of_rows and axes[0] and how.scale == "row"
         ):
@@ -52,14 +52,6 @@ def plan_scaled_products(
         products.append(product)
         maxima += [(product, n, over) for n, over in enumerate(axes) if over]
     return ScaledProducts(how, tuple(products), tuple(maxima)) if products else None
-
-
-def _operands_of_product(x: Spec, weight: Parameter, out: Spec, product: str) -> tuple[Operand, Operand, Operand]:
-    """Return both operands and the result of a product in 8 bits of an einsum of x and a `weight`."""
-    by_product: dict[str, tuple[Operand, Operand, Operand]] = {
-        "forward": (x, weight, out), "input": (out, weight, x), "weight": (x, out, weight),
-    }  # fmt: skip
-    return by_product[product]
 
 
 def _axes_of_maximum(
@@ -82,36 +74,34 @@ def list_maxima(
     taken = set[tuple[str, int]]()
     for e, compute in zip(group.einsums, computes, strict=True):
         for product, number, axes in e.scaled.maxima if e.scaled else ():
-            if operation.inputs[0] is (operand := _find_operand(operation, e, product, number)):
+            tensors = _list_tensors(operation, e)
+            if operation.inputs[0] is (operand := arrange_product(*tensors, product)[number]):
                 if (product, number) in taken:
                     continue
                 taken.add((product, number))
-            dims = dims_of_product(e.x_dims, e.dims, e.out_dims, product)
+            dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
             kept = _dims_of_scales(e, number, dims)
             layout = compute.restrict_dims(operand.dims)
             extents = dict(zip(operand.dims, planner.local_shape(operand, layout), strict=True))
-            if operand is operation.inputs[1 + e.index]:
+            if operand is tensors[1]:
                 extents = dict(zip(operand.dims, e.operand.after, strict=True))  # with lent experts
             elements, cuts = prod(extents[d] for d in kept), planner.cuts_among_dims(operand, layout, kept)
             yield from planner.statistics_collectives(axes, compute.only, elements, PHASES[product], cuts=cuts)
 
 
-def _find_operand(operation: Operation, e: Einsum, product: str, number: int) -> Operand:
-    """Return operand `number` of a product in 8 bits of the einsum e of an operation."""
-    role = ROLES[product][number]
-    at = {"activation": operation.inputs[0], "weight": operation.inputs[1 + e.index]}
-    return at.get(role) or operation.outputs[e.index]
+def _list_tensors(operation: Operation, e: Einsum) -> tuple[Operand, Operand, Operand]:
+    """Return the activation, the weight and the output of the einsum e of an operation with products in 8 bits."""
+    return operation.inputs[0], operation.inputs[1 + e.index], operation.outputs[e.index]
 
 
 def _dims_of_scales(e: Einsum, number: int, dims: tuple[tuple[str, ...], ...]) -> list[str]:
     """Return the dims of an operand in 8 bits, number `number` of a product of `dims`, that its scales have too."""
     assert e.scaled
     a, b, out = dims
-    own = dims[number]
     if e.scaled.how.scale == "tensor":
-        return [d for d in own if d == "experts" or (d in a and d in b and d in out)]
+        return [d for d in dims[number] if d == "experts" or (d in a and d in b and d in out)]
     contracted = contracted_dims(a, b, out)
-    return [d for d in own if d not in contracted]
+    return [d for d in dims[number] if d not in contracted]
 
 
 def keep_blocks(e: Einsum) -> ScaledProducts | None:
@@ -122,7 +112,7 @@ def keep_blocks(e: Einsum) -> ScaledProducts | None:
 def describe_other_scales(planner: Planner, operation: Operation, group: EinsumGroup, e: Einsum) -> str:
     """Return why an einsum's products in 8 bits would have other scales than in one process: ranks' parts begin or end
     inside a block with one scale, or no rank knows a maximum; "" if they are the same."""
-    x, weight, out = operation.inputs[0], operation.inputs[1 + e.index], operation.outputs[e.index]
+    tensors = _list_tensors(operation, e)
     if not (how := find_quantisation(operation)):
         return ""
     if how.scale not in EXACT and group.panels:
@@ -130,11 +120,11 @@ def describe_other_scales(planner: Planner, operation: Operation, group: EinsumG
     if not e.scaled or how.scale not in EXACT:
         is_short = how.scale == "row" and "rows" in e.x_dims and not (e.scaled and "forward" in e.scaled.products)
         return "axes split the rows of experts, of which no plan knows the number" if is_short else ""
-    compute = planner.plan_contraction((x, weight), out).compute
+    compute = planner.plan_contraction(tensors[:2], operation.outputs[e.index]).compute
     for product in e.scaled.products:
-        dims = dims_of_product(e.x_dims, e.dims, e.out_dims, product)
+        dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
         blocked = [d for d in contracted_dims(*dims) if d != "batch"]
-        tensor = _find_operand(operation, e, product, 0)
+        tensor, *_ = arrange_product(*tensors, product)
         if cut := _find_cut(planner, tensor, blocked, compute, e.scaled.how.block):
             return f"{cut} inside a block of {how.block} with one scale"
         if (panels := group.panels) and panels.dim in blocked:
@@ -154,8 +144,9 @@ def _find_cut(planner: Planner, tensor: Operand, dims: Sequence[str], compute: L
     at, dim = split[-1], dims[split[-1]]
     inner = prod(sizes[d] for d in dims[at + 1 :])
     layout, end = compute.restrict_dims(dims), 0 if at else sizes[dim]
-    for rank in range(planner.mesh.world_size):
-        stretches = planner.stretches_of_rank(dim, sizes[dim], layout, planner.mesh.rank_coordinates(rank))
+    for indices in itertools.product(*(range(planner.mesh.axes[axis]) for axis in compute[dim])):
+        coordinates = planner.mesh.rank_coordinates(0) | dict(zip(compute[dim], indices, strict=True))
+        stretches = planner.stretches_of_rank(dim, sizes[dim], layout, coordinates)
         for number, (start, extent) in enumerate(stretches):
             is_last = number == len(stretches) - 1 and start + extent == end
             if start * inner % block or (extent * inner % block and not is_last):
