@@ -61,7 +61,7 @@ class MetricsRow:
     val_loss: Annotated[float | None, Wandb("val/loss")] = None  # of steps after which the model was evaluated
     val_losses: Annotated[dict[str, float] | None, Wandb("val/sources")] = None  # of the sources of a mixture, by name
     task_scores: Annotated[dict[str, float] | None, Wandb("tasks")] = None  # of eval.tasks, by TASK/METRIC
-    losses_ahead: Annotated[dict[str, float] | None, Wandb("train")] = None  # of modules of model.predict_ahead
+    losses_ahead: Annotated[dict[str, float] | None, Wandb("train/ahead")] = None  # of modules of model.predict_ahead
     layer_grad_norms: Annotated[dict[str, float] | None, Wandb("layers/grad_norm")] = None  # see monitor.layers
     layer_rms: Annotated[dict[str, float] | None, Wandb("layers/rms")] = None  # root mean square of a layer's result
     experts: Annotated[dict[str, float] | None, Wandb("experts")] = None  # dropped, entropy, largest: of their load

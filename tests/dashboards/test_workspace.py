@@ -37,7 +37,7 @@ row |= {"comm_bytes": {"all_reduce/t": 1, "all_gather/data+t": 2}}
 row["parts"] = {"computing": 0.25, "waiting for t": 0.125}
 row["bubble"] = {"planned": 0.25, "measured": 0.5}
 row["parts"] = {"computing": 0.25, "waiting for data": 0.25}
-del row["losses_ahead"]  # has no panel of its own
+row["losses_ahead"] = {"loss_ahead_1": 0.5, "loss_ahead_2": 0.25}
 row["val_losses"] = {"pages": 0.5, "code": 0.25}
 row["task_scores"] = {"lambada_openai/acc": 0.5, "mmlu/acc": 0.25}
 row |= dict.fromkeys(("layer_grad_norms", "layer_rms"), {"layers.0": 0.5, "layers.1": 0.25})

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -33,25 +35,30 @@ TEMPLATE = (
 
 def write_model(folder: Path) -> None:
     """Write the folder of the model, whose weights take no room on disk."""
-    folder.mkdir()
     shapes = {"model.embed_tokens": [151936, 4096], "model.norm": [4096], "lm_head": [151936, 4096]}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(36) for name, shape in LAYER.items()}
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 2 * prod(shape)
-        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + end)
+    write_weights(folder, CONFIG, {f"{name}.weight": shape for name, shape in shapes.items()})
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
     settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_weights(folder: Path, config: dict[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write a description, and tensors of bf16 of these names and shapes that are all 0 and take no room on disk."""
+    folder.mkdir(parents=True)
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_talks(path: Path, record: str) -> None:

@@ -6,6 +6,7 @@ its devices; its output is compared down to the first line that needs a worker. 
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from platform import doctor, launch, tune
+from platform.api import Model, list_stored_tensors, translate_config_json
 from platform.checkpoint.__main__ import main as inspect_checkpoint
 from platform.cluster import calibration_run, driver, resources
 from platform.cluster.resources import find_worker_device, refuse_lack_of_memory
@@ -36,9 +38,10 @@ from platform.plan.simulate import simulate
 from platform.predict.choose_schedule import build_schedule
 from platform.report.__main__ import main as write_page
 from platform.status.__main__ import main as tell_status
+from platform.weights import families
 from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, blocks, commands, files
-from tests.docs.qwen_folder import write_model, write_talks
+from tests.docs.qwen_folder import write_model, write_talks, write_weights
 from tests.harness.registries import as_before
 
 COMMANDS = commands()
@@ -165,9 +168,24 @@ def exported(bench: Bench) -> None:
     bench.capfd.readouterr()
 
 
+def writes_pythia(bench: Bench) -> None:
+    """Write a small model of the family that a page registers to the folder that it names."""
+    family = importlib.import_module("own_family").GPT_NEOX
+    bench.monkeypatch.setitem(families.FAMILIES, family.name, family)
+    config = {"model_type": "gpt_neox", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 256}
+    model = Model(**translate_config_json(config, ["lm_head.weight"]))
+    shapes = {tensor.name: tensor.shape for tensor in list_stored_tensors(model, family)}
+    write_weights(bench.here / "mine" / "pythia", config, shapes)
+
+
 def converts(typed: Typed, arguments: str, bench: Bench) -> None:
-    """Run a command on weights that a kept run has trained."""
-    exported(bench)
+    """Run a command on weights that a kept run has trained, or that a page's own family has imported."""
+    if typed.file == "own-families.md" and " export " in arguments:
+        words = "--extend own_family import mine/pythia mine/checkpoints"
+        assert convert_weights(words.split()) == launch.DONE
+    else:
+        exported(bench)
     if arguments.startswith("export mine/checkpoints mine/hf"):
         shutil.rmtree("mine/hf")
     refused = any(line.startswith("weights: ") for line in typed.shown)
@@ -401,6 +419,9 @@ def test_a_command_does_what_is_shown(typed: Typed, bench: Bench):
     [(check, arguments)] = known
     if typed.file in ("first-gpu-day.md", "recipes.md"):
         bench.monkeypatch.setattr(resources, "gpu_count", lambda: 8)
+    if typed.file == "own-families.md":
+        bench.monkeypatch.syspath_prepend(ROOT / "examples")  # PYTHONPATH=examples, as the page says
+        writes_pythia(bench)
     if "qwen3_8b" in arguments or "Qwen3-8B my.jsonl" in arguments:
         write_model(bench.here / "Qwen3-8B")
         [record] = [text for language, text in blocks(ROOT / "docs" / "fine-tune.md") if language == "text"]

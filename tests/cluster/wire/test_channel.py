@@ -208,12 +208,11 @@ def test_silence_is_judged_by_how_soon_others_answer():
 
 
 def test_a_thread_that_computes_is_told_from_one_that_is_blocked():
-    progress, lock, shares = WorkerProgress(), threading.Lock(), []
+    progress, lock, measured, shares = WorkerProgress(), threading.Lock(), threading.Event(), []
 
     def work() -> None:
         progress.begin_call("step(3)")
-        deadline = time.thread_time() + 0.4
-        while time.thread_time() < deadline:
+        while not measured.is_set():
             sum(range(1000))
         lock.acquire()
 
@@ -226,11 +225,13 @@ def test_a_thread_that_computes_is_told_from_one_that_is_blocked():
         progress.build_heartbeat()
         time.sleep(0.2)
         shares.append(progress.build_heartbeat().busy)
+        measured.set()
         while progress.build_heartbeat().busy > 0.0:
             time.sleep(0.1)
         time.sleep(0.2)
         shares.append(progress.build_heartbeat().busy)
     finally:
+        measured.set()
         lock.release()
         thread.join()
     assert shares[0] > 0.5 and shares[1] < 0.1, shares

@@ -11,7 +11,7 @@ from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import MemoryForecast
 
 TEXT = (Path(__file__).parents[3] / "docs" / "training.md").read_text()
-[COMMAND] = [line for line in TEXT.splitlines() if "model=gpt3_6_7b" in line]
+[COMMAND] = [line for line in TEXT.splitlines() if "optimizer.moments=int8 optimizer.masters=split" in line]
 H100 = nominal_memory("H100") or 0
 
 

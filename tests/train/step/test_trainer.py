@@ -78,7 +78,7 @@ def test_a_step_consumes_its_samples_exactly(name):
     c = CASES[name]
 
     def work(trainer):
-        trainer.corpus = Recorder(c)
+        trainer.corpus = trainer.passes.corpus = Recorder(c)
         by_step = []
         for step in range(1, STEPS + 1):
             report = trainer.step(step)
@@ -179,7 +179,7 @@ def test_evaluation_reads_the_first_held_out_batches_only():
     c.eval.batches = 2
 
     def work(trainer):
-        trainer.corpus = Recorder(c)
+        trainer.corpus = trainer.passes.corpus = Recorder(c)
         validation_loss(trainer)
         return trainer.corpus.asked
 
