@@ -42,9 +42,12 @@ from platform.weights import families
 from platform.weights.__main__ import main as convert_weights
 from tests.docs.pages import FOLDERS, JOBS, LAUNCH, ROOT, Typed, blocks, commands, files
 from tests.docs.qwen_folder import write_model, write_talks, write_weights
+from tests.harness.commands import QUICK, in_this_process
 from tests.harness.registries import as_before
+from tests.weights.written import tensors_of, written
 
 COMMANDS = commands()
+DRIVE_RUN = driver.drive_run
 # How their output starts.
 FROM_WORKERS = re.compile(r" +step +loss|continues after|run directory:|what happened|what this run has|rank\d")
 
@@ -63,7 +66,8 @@ def bench(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest
     for path, text in files().items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    for folder in ("docs", "platform"):  # which commands name as text
+    for folder in ("docs", "platform", "examples/pairs.jsonl"):  # which commands name as text
+        (tmp_path / folder).parent.mkdir(exist_ok=True)
         (tmp_path / folder).symlink_to(ROOT / folder)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
@@ -179,11 +183,26 @@ def writes_pythia(bench: Bench) -> None:
     write_weights(bench.here / "mine" / "pythia", config, shapes)
 
 
+def trains_adapters(bench: Bench) -> None:
+    """Train adapters of a small model for a step, under the names of a page."""
+    base = written(bench.here / "Qwen3-8B", "llama", tensors_of("llama"))
+    keys = "model=from_hf data=synthetic tune=lora tensor=serial parallel.data=1 train.steps=2 optimizer.warmup_steps=1"
+    more = "cluster=inline train.global_batch=4 train.microbatch=2 eval.every=0 run.dir=mine/run"
+    with bench.monkeypatch.context() as whole:
+        whole.setattr(driver, "drive_run", DRIVE_RUN)
+        done = in_this_process(QUICK, *keys.split(), *more.split(), f"model.source={base}", cwd=bench.here)
+    assert done.returncode == launch.DONE, done.stderr
+
+
 def converts(typed: Typed, arguments: str, bench: Bench) -> None:
     """Run a command on weights that a kept run has trained, or that a page's own family has imported."""
     if typed.file == "own-families.md" and " export " in arguments:
         words = "--extend own_family import mine/pythia mine/checkpoints"
         assert convert_weights(words.split()) == launch.DONE
+    elif typed.file == "tuning.md":
+        trains_adapters(bench)
+        if arguments.startswith("import mine/adapters"):
+            assert convert_weights(["export", "mine/run", "mine/adapters", "--adapters"]) == launch.DONE
     else:
         exported(bench)
     if arguments.startswith("export mine/checkpoints mine/hf"):
@@ -422,7 +441,7 @@ def test_a_command_does_what_is_shown(typed: Typed, bench: Bench):
     if typed.file == "own-families.md":
         bench.monkeypatch.syspath_prepend(ROOT / "examples")  # PYTHONPATH=examples, as the page says
         writes_pythia(bench)
-    if "qwen3_8b" in arguments or "Qwen3-8B my.jsonl" in arguments:
+    if "qwen3_8b" in arguments or "my.jsonl" in arguments and "Qwen3-8B" in arguments:
         write_model(bench.here / "Qwen3-8B")
         [record] = [text for language, text in blocks(ROOT / "docs" / "fine-tune.md") if language == "text"]
         write_talks(bench.here / "my.jsonl", record.strip())
