@@ -188,6 +188,8 @@ class DoctorReport:
             table.append([rank, str(row.number), row.node_name, *cells, verdict])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+        attention = {row.findings["facts"]["attention"] for row in self.rows if "attention" in row.findings["facts"]}
+        lines += [f"attention runs in kernel {kernel}" for kernel in sorted(attention)]
         for row in self.rows:
             for check, why in row.bad.items():
                 remedy = f" (look at: {BY_NAME[check].remedy})" if check in BY_NAME else ""

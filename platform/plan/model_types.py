@@ -387,7 +387,9 @@ PLAIN = LabelLoss()
 # forms.
 
 AUTO, MATH = "auto", "math"
-KERNELS = (AUTO, "flash", "cudnn", "efficient", MATH)
+KERNELS = (AUTO, "flash", "cudnn", "efficient", "flash3", "flash4", MATH)
+FLASH_PACKAGES = {"flash3": "FA3", "flash4": "FA4"}  # kernels of flash_attn's packages -> torch's name of each
+_FLASHES = ("flash", *FLASH_PACKAGES)
 PREFERRED = {"cpu": ("flash",), "cuda": ("cudnn", "flash", "efficient")}  # by torch under `auto`, first to last
 
 
@@ -416,16 +418,19 @@ class AttentionTraits:
 
 # (kernels, kind of device, the attention that they refuse there, why)
 _REFUSED: tuple[tuple[tuple[str, ...], str, Callable[[AttentionTraits], object], str], ...] = (
-    (("cudnn", "efficient"), "cpu", lambda t: True, "does not run"),
+    (("cudnn", "efficient", *FLASH_PACKAGES), "cpu", lambda t: True, "does not run"),
     *((KERNELS[1:-1], kind, lambda t: t.capped, "has no cap of scores: model.attention_cap=0") for kind in PREFERRED),
-    (("flash",), "cpu", lambda t: t.dropout, "draws no dropout masks, as model.fused_dropout=true asks for"),
+    *(
+        (kernels, kind, lambda t: t.dropout, "draws no dropout masks, as model.fused_dropout=true asks for")
+        for kernels, kind in ((("flash",), "cpu"), (tuple(FLASH_PACKAGES), "cuda"))
+    ),
     (("flash",), "cpu", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
     (("cudnn",), "cuda", lambda t: t.bias, "has no gradient for a learned bias, as of model.positions=relative"),
-    (("flash",), "cuda", lambda t: t.bias or t.mask, "takes neither a bias nor a mask of padding, window or documents"),
-    (("flash", "cudnn"), "cuda", lambda t: t.has_wide_dtype, "computes in 16 bits: precision=bf16 or fp16"),
+    (_FLASHES, "cuda", lambda t: t.bias or t.mask, "takes neither a bias nor a mask of padding, window or documents"),
+    ((*_FLASHES, "cudnn"), "cuda", lambda t: t.has_wide_dtype, "computes in 16 bits: precision=bf16 or fp16"),
     (("efficient",), "cuda", lambda t: t.precision == "fp64", "does not compute in fp64"),
-    *((("flash",), kind, lambda t: t.d_value, "takes values as wide as keys: model.d_value=0") for kind in PREFERRED),
-    (("flash", "cudnn"), "cuda", lambda t: t.d_kv > 256, "takes a d_kv of at most 256"),
+    *((_FLASHES, kind, lambda t: t.d_value, "takes values as wide as keys: model.d_value=0") for kind in PREFERRED),
+    ((*_FLASHES, "cudnn"), "cuda", lambda t: t.d_kv > 256, "takes a d_kv of at most 256"),
     (("cudnn",), "cuda", lambda t: (t.d_kv | t.d_value) % 8, "takes a d_kv that is a multiple of 8"),
     (
         ("efficient",),

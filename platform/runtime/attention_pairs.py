@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from platform.plan.layout import NONE, Pair, Stretch, place_stretches
-from platform.plan.model_types import MATH, AttentionTraits, resolve_auto_kernel
+from platform.plan.model_types import FLASH_PACKAGES, MATH, AttentionTraits, resolve_auto_kernel
 from platform.runtime.positions import additive_mask
 from platform.runtime.statistics import cap_softly, slope_of_cap, widen_dtype
 
@@ -243,7 +243,7 @@ def finite_log_sum_exp(lse: Tensor) -> Tensor:
 PRODUCTS = PairKernel(_math_forward, _math_backward)
 FUSED = {
     ("cpu", "flash"): PairKernel(_flash_cpu_forward, _flash_cpu_backward, HALVES),
-    ("cuda", "flash"): PairKernel(_flash_forward, _flash_backward),
+    **{("cuda", name): PairKernel(_flash_forward, _flash_backward) for name in ("flash", *FLASH_PACKAGES)},
     ("cuda", "efficient"): PairKernel(_efficient_forward, _efficient_backward),
     ("cuda", "cudnn"): PairKernel(_cudnn_forward, _cudnn_backward),
 }

@@ -27,9 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
-from platform.plan.model_types import AUTO
+from platform.plan.model_types import AUTO, FLASH_PACKAGES
 from platform.plan.step_collectives import may_compile
 from platform.runtime.progress import PROGRESS
 from platform.runtime.traced_collectives import launch_collectives_of, launches_collectives
@@ -220,22 +226,35 @@ _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
+    **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
 _CHOOSING = Lock()  # the choice is the process's, of which ranks may be threads
 
 
 def select_attention_kernel(name: str) -> AbstractContextManager[None]:
-    """Return a context in which torch's scaled_dot_product_attention runs in the kernel `name` (flash, cudnn,
-    efficient, math), or raises RuntimeError if that kernel cannot compute on its tensors; under `auto` torch chooses.
-    The backward pass uses the kernel that ran forward."""
-    return nullcontext() if name == AUTO else _restrict_attention_kernel(_BACKENDS[name])
+    """Return a context in which torch's scaled_dot_product_attention runs in the kernel `name`, one of KERNELS, or
+    raises RuntimeError if that kernel cannot compute on its tensors; under `auto` torch chooses. The backward pass uses
+    the kernel that ran forward. Raises ImportError if the package of `flash3` or `flash4` is missing."""
+    return nullcontext() if name == AUTO else _restrict_attention_kernel(name)
 
 
 @contextmanager
-def _restrict_attention_kernel(backend: SDPBackend) -> Iterator[None]:
-    """Restrict torch's scaled_dot_product_attention to one kernel within the context, one thread at a time."""
-    with _CHOOSING, sdpa_kernel(backend):
+def _restrict_attention_kernel(name: str) -> Iterator[None]:
+    """Restrict torch's scaled_dot_product_attention to one kernel within the context, one thread at a time. A package's
+    flash kernels stay in torch's place, as backward passes come later, until another kernel of that kind is named."""
+    with _CHOOSING, sdpa_kernel(_BACKENDS[name]):
+        package = FLASH_PACKAGES.get(name)
+        if _BACKENDS[name] == SDPBackend.FLASH_ATTENTION and current_flash_attention_impl() != package:
+            activate_flash_attention_impl(package) if package else restore_flash_attention_impl()
         yield
+
+
+def name_attention_kernel(device: str, dtype: torch.dtype, d_kv: int) -> str:
+    """Return the name, one of KERNELS, of the kernel that torch chooses by itself for causal attention with heads of
+    width `d_kv`; the device's generation and the versions of CUDA and cuDNN count."""
+    x = torch.zeros(1, 1, 8, d_kv, dtype=dtype, device=device, requires_grad=True)
+    choice = SDPBackend(torch._fused_sdp_choice(x, x, x, is_causal=True))
+    return next(name for name, backend in _BACKENDS.items() if backend == choice)
 
 
 def reason_kernel_fails(name: str, device: str, dtype: torch.dtype, d_kv: int, d_value: int = 0) -> str:
@@ -250,7 +269,7 @@ def reason_kernel_fails(name: str, device: str, dtype: torch.dtype, d_kv: int, d
         try:
             with select_attention_kernel(name):
                 F.scaled_dot_product_attention(x, x, v, is_causal=True).sum().backward()
-        except RuntimeError as error:
+        except (RuntimeError, ImportError) as error:
             reasons = [str(w.message).partition(" (Triggered")[0] for w in warned]  # per kernel, after its name
             named = [i + 1 for i, line in enumerate(reasons) if name in line.lower() and line.endswith("because:")]
             return next(iter(reasons[named[0] :] if named else []), str(error).partition("\n")[0])[:300]

@@ -19,8 +19,11 @@ from platform.boundary.storage import open_storage
 from platform.config.fields import Config
 from platform.config.identity import find_checkpoint_url, saves_checkpoints
 from platform.plan.accelerators import dense_bf16_peak
+from platform.plan.model_types import AUTO
 from platform.runtime.communicator import Communicator
+from platform.runtime.compilation import name_attention_kernel
 from platform.train.gauges import RunningGpuQuery
+from platform.train.rank_parameters import DTYPES
 from platform.train.replies import Findings
 
 REPEATS, REPEAT_SECONDS = 5, 0.05  # so often at least, and for so long by the clock; the fastest counts
@@ -47,7 +50,7 @@ class WorkerBench:
 
     def __init__(self, config: Config, run_dir: Path, device: str, sizes: Sizes):
         """Prepare the doctor's measurements of this worker: its `device` (cpu | cuda) and its checkpoint storage."""
-        self.device, self.sizes, self.found = device, sizes, Findings()
+        self.config, self.device, self.sizes, self.found = config, device, sizes, Findings()
         saves = saves_checkpoints(config)
         self.storage_url = find_checkpoint_url(config) if saves else str(run_dir)
         self.file, self.data = f".doctor-{secrets.token_hex(8)}", secrets.token_bytes(sizes.file)
@@ -112,6 +115,15 @@ def note_gpu_memory(bench: WorkerBench) -> None:
     bench.found.facts.update({"gpu": device.name, "gpu memory": f"{device.total_memory / 2**30:.0f} GiB"})
 
 
+def note_attention_kernel(bench: WorkerBench) -> None:
+    """Note for the doctor which kernel computes attention of the run's model on this worker, by name."""
+    train, m = bench.config.train, bench.config.model
+    dtype, d_kv = DTYPES[bench.config.precision][0], m.d_kv or m.d_model // m.heads
+    kernel = train.attention_kernel
+    kernel = name_attention_kernel(bench.device, dtype, d_kv) if kernel == AUTO else kernel
+    bench.found.facts["attention"] = f"{kernel}, heads of {d_kv} in {bench.config.precision}"
+
+
 def measure_write(bench: WorkerBench) -> None:
     """Measure the bytes/s of writing a file to the checkpoint storage, else the run directory. Raises OSError."""
     begin = time.perf_counter()
@@ -140,6 +152,7 @@ MEASURES: dict[str, Callable[[WorkerBench], None]] = {  # check -> what measures
     "gemm": measure_products,
     "memory": measure_copies,
     "free": note_gpu_memory,
+    "attention": note_attention_kernel,
     "write": measure_write,
     "read": measure_read,
 }

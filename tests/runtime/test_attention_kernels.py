@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.library import Library
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
+from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.boundary.refusals import ConfigError
@@ -21,7 +26,7 @@ from platform.plan.plan_summary import describe
 from platform.plan.step_collectives import attention_traits, find_fused_attentions, resolve_auto_kernels
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import SingleRank
-from platform.runtime.compilation import reason_kernel_fails, select_attention_kernel
+from platform.runtime.compilation import name_attention_kernel, reason_kernel_fails, select_attention_kernel
 from tests.harness.oracle import MODELS, compare, configure, run, serial, trainer_of
 
 # what torch calls for one attention
@@ -127,7 +132,7 @@ def legal_in_torch(kernel: str, device: str, t: AttentionTraits) -> bool:
         with select_attention_kernel(kernel):
             y = F.scaled_dot_product_attention(q, k, v, mask, t.dropout, enable_gqa=t.grouped)
         y.sum().backward()
-    except RuntimeError:
+    except (RuntimeError, ImportError):
         return False
     return all(x.grad is not None for x in (q, k, v)) and (not t.bias or mask.grad is not None)
 
@@ -146,7 +151,9 @@ CASES = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_refused_is_what_torch_refuses(device):
-    for kernel, t in product(KERNELS[1:], CASES):
+    packages = {"flash3": "flash_attn_interface", "flash4": "flash_attn"}
+    missing = {name for name, package in packages.items() if device == "cuda" and not find_spec(package)}
+    for kernel, t in product([name for name in KERNELS[1:] if name not in missing], CASES):
         if ROUNDED and (kernel, device) == ("cudnn", "cuda") and t.dropout:
             continue
         assert (reason_against_kernel(kernel, device, t) == "") == legal_in_torch(kernel, device, t), (kernel, t)
@@ -219,6 +226,57 @@ def test_where_the_device_is_open_what_one_kind_has_is_legal():
     c.train.deterministic = True
     with pytest.raises(ConfigError, match="adds gradients in no fixed order"):
         make_plan(c)
+
+
+class PackageKernel:
+    """Stand-in for a package's flash kernels on a CPU, in the way that torch puts them in place of its own."""
+
+    def __init__(self) -> None:
+        self.calls, self.library = 0, Library("aten", "IMPL")
+        self.library.impl("_scaled_dot_product_flash_attention_for_cpu", self.attend, "CPU", allow_override=True)
+
+    def attend(self, q, k, v, dropout=0.0, is_causal=False, *, attn_mask=None, scale=None):
+        self.calls += 1
+        scores = (q @ k.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    def remove(self) -> None:
+        self.library._destroy()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_takes_the_place_of_flash_until_another_is_named(monkeypatch):
+    """Backward passes come when the choice is over; torch's own kernel is back when it is named."""
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    packages = []
+    register = lambda: packages.append(PackageKernel()) or packages[-1]  # noqa: E731
+    for name in ("FA3", "FA4"):
+        monkeypatch.setitem(_FLASH_ATTENTION_IMPLS, name, register)
+
+    def attend(kernel):
+        with select_attention_kernel(kernel):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    torches = attend("flash")
+    for kernel in ("flash3", "flash3", "math", "flash4", "flash", "flash"):
+        torch.testing.assert_close(attend(kernel), torches)
+        active = {"flash3": "FA3", "flash4": "FA4", "flash": None}
+        assert kernel == MATH or current_flash_attention_impl() == active[kernel]
+    assert [package.calls for package in packages] == [2, 1]
+    assert "flash_attn_interface" in reason_kernel_fails_without(monkeypatch, "flash3")
+
+
+def reason_kernel_fails_without(monkeypatch, kernel: str) -> str:
+    """Return why a kernel fails where its package is not installed."""
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    return reason_kernel_fails(kernel, "cpu", torch.float32, 8)
+
+
+def test_the_kernel_that_torch_chooses_has_a_name():
+    assert name_attention_kernel("cpu", torch.bfloat16, 64) == "flash"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert name_attention_kernel("cpu", torch.bfloat16, 64) == MATH
 
 
 def test_a_worker_tells_what_its_device_lacks():

@@ -245,6 +245,7 @@ def test_a_worker_tells_torch_as_long_as_it_lives(tmp_path):
 def test_a_refused_kernel_is_named():
     wrong = ["train.deterministic=true", "train.attention_kernel=cudnn", "cluster.device=cuda", "precision=bf16"]
     with pytest.raises(
-        ConfigError, match=r"cudnn: on a GPU it adds gradients in no fixed order.*flash, efficient, math"
+        ConfigError,
+        match=r"cudnn: on a GPU it adds gradients in no fixed order.*flash, efficient, flash3, flash4, math",
     ):
         make_plan(compose_config(["+experiment=gpt_quick", *wrong]))

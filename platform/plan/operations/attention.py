@@ -269,7 +269,7 @@ class SoftmaxOp(BlockOp):
 # Memory model of attention by kernel: one that is fused keeps a statistic per row of the scores, torch's math path the
 # probabilities, and under dropout what it multiplied them by and the product too.
 
-KEEP_ORDER = ("flash", "cudnn")  # kernels of CUDA whose gradients lie in memory as Q, K and V do
+KEEP_ORDER = ("flash", "flash3", "flash4", "cudnn")  # kernels of CUDA whose gradients lie in memory as Q, K and V do
 
 
 @dataclass(frozen=True)

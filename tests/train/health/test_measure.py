@@ -43,10 +43,11 @@ def measured(config):
 
 def test_a_sound_worker(config, tmp_path):
     found = measured(config)
-    assert not found.errors and not found.facts and found.readings["wrong"] == 0
+    assert not found.errors and found.readings["wrong"] == 0
+    assert found.facts == {"attention": "flash, heads of 16 in fp32"}
     assert found.readings.keys() == {"gemm", "wrong", "memory", "write", "read"} <= BY_NAME.keys()
     assert all(value > 0 for name, value in found.readings.items() if name != "wrong")
-    assert MEASURES.keys() <= BY_NAME.keys()
+    assert MEASURES.keys() <= BY_NAME.keys() | found.facts.keys()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # what it wrote is gone
 
 
