@@ -27,7 +27,7 @@ from platform.plan.model_types import (
     count_buffer_bytes,
 )
 from platform.plan.operations.registry import OPERATIONS
-from platform.plan.plan import ITEMSIZE, Plan
+from platform.plan.plan import ITEMSIZE, Plan, base_precision
 from platform.plan.step_collectives import factor_sum_sizes
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def count_offloaded_numbers(config: Config) -> float:
 def list_further_offloads(config: Config) -> list[str]:
     """Return the legal values of optimizer.offload by which more would lie in host memory, the least first."""
     o = config.optimizer
-    moves = {"none": True, "states": _count_moments(o) > 0, "states+masters": config.precision in HALF}
+    moves = {"none": True, "states": _count_moments(o) > 0, "states+masters": base_precision(config.precision) in HALF}
     words = [*moves][[*moves].index(o.offload) + 1 :] if OPTIMIZERS[o.kind].stores else []
     return [word for word in words if moves[word]]
 
@@ -492,7 +492,7 @@ def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
     parameter inside a block of elements that has one scale (the updates would be others than one process has)."""
     o, kind = config.optimizer, OPTIMIZERS[config.optimizer.kind]
     others = [f"optimizer={k}" for k, other in OPTIMIZERS.items() if other.stores and k != o.kind]
-    if o.masters != "fp32" and config.precision != "bf16":
+    if o.masters != "fp32" and plan.precision != "bf16":
         constraint = f"precision={config.precision} has no bf16 weights, of which they were the other half"
         yield format_violation("optimizer.masters", o.masters, constraint, ["fp32", "precision=bf16"])
     if o.masters != "fp32" and plan.frozen:
@@ -503,7 +503,7 @@ def violations_of_stored_states(config: Config, plan: Plan) -> Iterator[str]:
     if o.offload != "none" and not (kind.stores and (_count_moments(o) or o.offload == "states+masters")):
         constraint = f"{o.kind} {'reads whole states' if _count_moments(o) else 'keeps no moments'}"
         yield format_violation("optimizer.offload", o.offload, constraint, ["none", *others])
-    if o.offload == "states+masters" and config.precision not in HALF:
+    if o.offload == "states+masters" and plan.precision not in HALF:
         constraint = f"precision={config.precision} computes with the masters themselves"
         yield format_violation("optimizer.offload", o.offload, constraint, ["states", "precision=bf16"])
     if o.moments != "fp32" and not (kind.stores and _count_moments(o)):

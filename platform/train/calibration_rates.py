@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from platform.config.fields import Config
 from platform.data.corpus import open_run_corpus
 from platform.plan.layout import Mesh
-from platform.plan.plan import BASE_PRECISION
+from platform.plan.plan import BASE_PRECISION, base_precision
 from platform.plan.simulate import stage_rows
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.make_plan import make_plan
@@ -213,7 +213,7 @@ class _Timer:
 def _time_square_products(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timing]:
     """Yield a square product in every precision that this device computes in."""
     for precision, (dtype, _) in ((name, types) for name, types in DTYPES.items() if name not in BASE_PRECISION):
-        n = sizes.side * 2 if precision == config.precision else sizes.side
+        n = sizes.side * 2 if precision == base_precision(config.precision) else sizes.side
         a = torch.ones(n, n, dtype=dtype, device=timer.device)
         yield Timing(f"peak {precision}", [2.0 * n**3], timer(partial(torch.matmul, a, a)))
 

@@ -67,12 +67,16 @@ def test_with_other_optimizers_and_forms(kind, moments, masters, offload):
     check_alike(*pair)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_in_other_precisions(precision):
+@pytest.mark.parametrize(
+    "precision, masters", [("fp16", "fp32"), ("fp32", "fp32"), ("fp8", "fp32"), ("fp8", "split"), ("mxfp8", "split")]
+)
+def test_in_other_precisions(precision, masters):
+    """Of 8 bits too, whose weights are bf16."""
     offload = STATES if precision == "fp32" else MASTERS
-    pair = offloaded(offload, "zero2"), offloaded("none", "zero2")
+    pair = offloaded(offload, "zero2", masters), offloaded("none", "zero2", masters)
     for c in pair:
         c.precision = precision
+    assert make_plan(pair[0]).has_scaled_products == ("fp8" in precision)
     check_alike(*pair)
 
 
