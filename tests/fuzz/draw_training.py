@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from platform.config.fields import PREFERENCE, Config, Data, training_objective_name
+from platform.config.fields import PREFERENCE, Config, Data, Quantise, training_objective_name
 from platform.config.training_rules import CUT
 from platform.model import build_model
-from platform.optimizer.optimizers import OPTIMIZERS
+from platform.optimizer.optimizers import OPTIMIZERS, list_further_offloads
 from platform.plan.adapters import can_adapt
 from platform.plan.layout import find_divisors
 from platform.plan.model_types import NF4_BLOCK, PAIR_LOSSES
@@ -28,6 +28,7 @@ RUN_WIDE = (
     "length_ramp",
     "loss",
 )  # keys of train that a run keeps
+SCALES = ("block", "block", "tensor", "row")
 SETTINGS: dict[str, Sequence[dict[str, Any]]] = {  # of optimizers, beside their defaults
     "sgd": ({}, {"nesterov": True}, {"momentum": 0.0}),
     "muon": ({"momentum": 0.95}, {"nesterov": True, "matrix_lr": "original"}, {"newton_schulz": 2}),
@@ -123,3 +124,22 @@ def draw_lessons(r: Random, configs: Sequence[Config], need: Mapping[str, int], 
             c.tune.kind, m = "qlora", c.model
             m.d_model, m.d_ff = NF4_BLOCK * need.get("d_model", 1), NF4_BLOCK * need.get("d_ff", 1)
             m.d_kv, m.rope_share = NF4_BLOCK * need.get("d_kv", 1), 1.0
+    draw_bits(r, configs)
+
+
+def draw_bits(r: Random, configs: Sequence[Config]) -> None:
+    """Draw products in 8 bits, with one kind of scale in all plans of a run, and states in host memory."""
+    wholes = {c.train.microbatch * c.parallel.data for c in configs}
+    scales = SCALES if len(wholes) == 1 else ("block",)  # a tensor or a row is of the sequences of a microbatch
+    scale = r.choice(scales) if r.random() < 0.25 else "none"
+    drawn: dict[str, Any] = {"scale": scale, "block": r.choice((2, 2, 4, 8))}
+    drawn |= {"powers": r.choice(("auto", "auto", "off", "on")), "gradients": r.choice(("e4m3", "e5m2"))}
+    drawn["skip"] = r.choice(([], [], ["*.attention.*"], ["*.mlp.*"]))
+    away = r.random() < 0.25
+    for c in configs:
+        if away and "states" in list_further_offloads(c):
+            c.optimizer.offload = "states"
+        if scale != "none":
+            c.quantise = Quantise(**drawn)
+            c.train.mlp_chunks = 1
+            c.parallel.lent_experts *= scale == "block"

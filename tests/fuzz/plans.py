@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
-from platform.config.fields import Config
+from platform.config.fields import Config, choose_quantisation
 from platform.config.ramps import find_batch_size, find_sequence_length, step_sample_range
 from platform.config.validation import violations_of_configuration
 from platform.data.objectives import register_objective
@@ -42,6 +42,7 @@ from tests.harness.oracle import (
     check_bytes,
     compare,
     configure,
+    count_flips,
     moments_of,
     numbers_of,
     trainer_of,
@@ -95,11 +96,34 @@ def check(
             except AssertionError:
                 nudged = alone(configs[0], phases, nudge=2.0**-52, asks=asks)[number]
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
+            assert count_flips(c, plan, results, wanted) == 0, "other numbers in 8 bits"
             check_bytes(of_step(c, steps[0]), results)
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
         passage.end()
+    if configs[-1].optimizer.offload != "none":
+        check_no_bit_changes(replace(configs[-1], precision="bf16"), r.choice(("fp32", "split")), ranks)
+
+
+def check_no_bit_changes(c: Config, masters: str, ranks: Ranks = on_threads) -> None:
+    """Compare steps in narrow numbers with states and masters in host memory with those that have all on the device.
+    Raises AssertionError naming a weight of another bit."""
+    found = []
+    for offload in ("states+masters", "none"):
+        one = replace(c, optimizer=replace(c.optimizer, offload=offload, masters=masters))
+        for plan in planned([one]):
+
+            def work(communicator: Communicator, one: Config = one, plan: Plan = plan) -> dict[str, Tensor]:
+                trainer = trainer_of(one, plan, communicator, open_data(one))
+                for step in range(1, one.train.steps + 1):
+                    trainer.step(step)
+                return {n: trainer.weights.read_master(n).clone() for n in trainer.weights.own_masters}
+
+            found.append([work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else ranks(one, plan, work))
+    for ours, theirs in zip(*found, strict=True) if found else ():
+        for name, x in ours.items():
+            assert torch.equal(x.view(torch.int32), theirs[name].view(torch.int32)), f"{name} in host memory"
 
 
 @contextmanager
@@ -209,9 +233,10 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0, asks: bool = False) -> 
     """Compute the same steps in one process without any parallelism, from weights that differ by `nudge` (relative);
     `asks` as in `check`."""
     batch = c.train.global_batch
-    one = configure(global_batch=batch, microbatch=batch)
-    one.model, one.optimizer, one.seed, one.tune = c.model, c.optimizer, c.seed, c.tune
-    one.train = replace(c.train, microbatch=batch, mlp_chunks=1)
+    together = batch if choose_quantisation(c) is None else c.train.microbatch * c.parallel.data  # with one scale
+    one = configure(global_batch=batch, microbatch=together)
+    one.model, one.optimizer, one.seed, one.tune, one.quantise = c.model, c.optimizer, c.seed, c.tune, c.quantise
+    one.train = replace(c.train, microbatch=together, mlp_chunks=1)
     one.data = c.data
     plan = make_plan(one)
     trainer = trainer_of(one, plan, SingleRank(plan.mesh), open_data(one))

@@ -15,7 +15,7 @@ from platform.train.rank_parameters import RankWeights
 from platform.train.training_state import RankTrainingState
 from tests.fuzz import expert_plans, plans
 from tests.fuzz.draw_data import SOURCES, TEXTUAL
-from tests.fuzz.draw_training import OWN_LOSSES, SETTINGS
+from tests.fuzz.draw_training import OWN_LOSSES, SCALES, SETTINGS
 from tests.fuzz.runner import run
 from tests.harness import suite
 
@@ -49,6 +49,7 @@ def features(c: Config) -> set[str]:
         "preferences": data.kind == "preferences",
         "a teacher": train.loss == "distill",
         "moments in 16 bits": o.moments == "bf16",
+        "states in host memory": o.offload == "states",
         "soft caps": m.attention_cap or m.logit_cap,
         "delta rules": m.linear_layers,
         "longrope": m.rope_scaling == "longrope",
@@ -63,6 +64,7 @@ def features(c: Config) -> set[str]:
         f"objective={training_objective_name(c)}",
         f"loss={train.loss}",
     }
+    named |= {f"scale={c.quantise.scale}"}
     return named | {f"optimizer={o.kind}"} | {name for name, there in has.items() if there}
 
 
@@ -79,6 +81,7 @@ def test_draws_all_features_of_data_and_training(tmp_path):
     wanted |= {f"objective={name}" for name in ("causal", "masked", "span_denoising", "pairs", plans.WEIGHED)}
     wanted |= {"document mask", "packing", "stream", "stream in a mixture", "ema", "ramp", "length ramp"}
     wanted |= {"freeze", "groups", "adapters", "adapters in 4 bits", "dropout of adapters", "a teacher"}
+    wanted |= {"states in host memory", *(f"scale={scale}" for scale in SCALES)}
     wanted |= {"moments in 16 bits", "soft caps", "delta rules", "longrope"}
     wanted |= {"sgd without momentum", "dropout", "window", "experts", "experts that replicas share", "latents"}
     wanted |= {"experts over axes of a scheme", "groups of experts", "layers without experts"}

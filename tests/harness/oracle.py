@@ -21,6 +21,7 @@ from platform.config.fields import (
     Branch,
     Config,
     Pipeline,
+    choose_quantisation,
     distill_settings,
     training_objective_name,
 )
@@ -36,6 +37,7 @@ from platform.plan.step_collectives import communication
 from platform.predict.choose_schedule import build_schedules
 from platform.predict.make_plan import make_plan
 from platform.runtime.communicator import Communicator, Launch, SingleRank
+from platform.runtime.eight_bits import quantise_matrices
 from platform.runtime.normal_floats import decode_weights
 from platform.train.replies import Differences
 from platform.train.trainer import Trainer
@@ -391,6 +393,19 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
         )
         for have, want in numbers:
             assert abs(have - want) <= 1e-10 * abs(want), f"rank {r.rank}: {have} != {want}"
+
+
+def count_flips(c: Config, plan: Plan, results: Sequence[Result], expected: Result) -> int:
+    """How many numbers of the last weights with products in 8 bits are, in 8 bits, others than those of one process."""
+    how, flips = choose_quantisation(c), 0
+    einsums = [(o.operation, e) for o in plan.operations.values() for g in o.groups for e in g.einsums if e.scaled]
+    names = {o.inputs[1 + e.index].name for o, e in einsums}
+    weights = assemble(plan, results, lambda r: r.final) if how and names else {}
+    for name, found in ((name, weights[name]) for name in names):
+        pair = [x.flatten(1).double() for x in (found, expected.final[name][tuple(map(slice, found.shape))])]
+        codes = [quantise_matrices(x, how.tiles[1], "e4m3", how.powers).values.view(torch.uint8) for x in pair]
+        flips += int((codes[0] != codes[1]).sum())
+    return flips
 
 
 def counted(results: Sequence[Result]) -> dict[str, int]:

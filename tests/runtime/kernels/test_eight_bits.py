@@ -88,8 +88,8 @@ def test_blocks_are_those_of_torchao():
         scaled = quantise_matrices(x, TILES[kind], "e4m3", powers=False)
         assert torch.equal(scaled.values.view(torch.uint8), values.contiguous().view(torch.uint8))
         assert torch.equal(scaled.scales, scales.contiguous())
-    values, factors = names["torch_blockwise_scale_act_quant_rhs"](x[:, :40].contiguous())
-    scaled = quantise_matrices(x[:, :40].t(), TILES["activation"], "e4m3", powers=False)
+    values, factors = names["torch_blockwise_scale_act_quant_rhs"](x[:, :128].contiguous())
+    scaled = quantise_matrices(x[:, :128].t(), TILES["activation"], "e4m3", powers=False)
     assert torch.equal(scaled.values.t().contiguous().view(torch.uint8), values.contiguous().view(torch.uint8))
     assert torch.equal(scaled.scales.t(), factors)
 
