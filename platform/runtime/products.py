@@ -30,9 +30,11 @@ def local_einsum_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
     there is no bias then. It may be of a wider type than x and y, where the device `ADDS_WIDE`.
 
     Uses one matrix product of views where the dims form contiguous runs (rows, contracted, columns), else torch.einsum.
-    The product of absent (empty) blocks is absent, and is connected to the autograd graphs of both.
+    The product of absent (empty) blocks is absent, and is connected to the autograd graphs of both. A dim of `out` that
+    neither has is of one element: where a product sums what its operand alone has, so has the operand's gradient.
     """
-    product = _product_function(a, b, out)
+    lone = tuple(i for i, d in enumerate(out) if d not in a and d not in b)
+    product = _product_function(a, b, tuple(d for i, d in enumerate(out) if i not in lone))
 
     def multiply_blocks(
         x: Tensor, y: Tensor, bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False
@@ -40,7 +42,12 @@ def local_einsum_function(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor]:
         """Return the product of two local tensors; empty if x is absent on this rank."""
         if is_absent_block(x):
             return x + y if into is None else into
-        return product(x, y, bias, into, fresh)
+        z = product(x, y, bias, into if into is None else into.squeeze(lone), fresh)
+        if into is not None:
+            return into
+        for i in lone:
+            z = z.unsqueeze(i)
+        return z
 
     return multiply_blocks
 

@@ -36,3 +36,13 @@ def test_equals_einsum(name, monkeypatch):
     narrow = multiply(x.float(), y.float(), into=wide)
     summed = multiply(x.abs(), y.abs())  # what rounding to fp32 is a share of, also where products cancel
     assert narrow is wide and ((wide - 1 - wanted).abs() <= 1e-6 * summed).all()
+
+
+def test_a_dim_of_one_element_that_an_operand_alone_has():
+    """The gradient of a gate, of which a product sums the one element."""
+    x, y = (torch.randn(5, 2, 4, dtype=torch.float64) for _ in range(2))
+    dims = ("length", "batch", "d_model")
+    multiply, wanted = products.local_einsum_function(dims, dims, ("length", "batch", "gates")), (x * y).sum(2, True)
+    into = torch.ones_like(wanted)
+    assert torch.allclose(multiply(x, y), wanted, rtol=1e-12, atol=1e-13)
+    assert multiply(x, y, into=into) is into and torch.allclose(into, wanted + 1, rtol=1e-12, atol=1e-13)
