@@ -262,7 +262,7 @@ def read_ahead(sequences: Mapping[str, Ints], depth: int, within_documents: bool
         in_document = begins[:, k:] <= np.arange(length - k)
         for name, of_depth in (("tokens", token_tensor(k)), ("labels", label_tensor(k))):
             ids = np.where(in_document, sequences[name][:, k:], PADDING)
-            shifted[of_depth] = np.pad(ids, ((0, 0), (0, k)), constant_values=PADDING)
+            shifted[of_depth] = np.pad(ids, ((0, 0), (0, min(k, length))), constant_values=PADDING)
     return shifted
 
 

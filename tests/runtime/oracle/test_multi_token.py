@@ -119,6 +119,12 @@ def test_equals_the_formula(kind):
     compare_with_formula(kind)
 
 
+def test_a_sequence_shorter_than_its_depths_has_no_labels_ahead():
+    tokens = np.arange(3)[:, None]
+    ahead = streams.read_ahead({"tokens": tokens, "labels": tokens}, 2, False)
+    assert len(ahead) == 4 and all(np.array_equal(rows, -np.ones((3, 1))) for rows in ahead.values())
+
+
 def shifted(change):
     """`read_ahead` as another author might have written it."""
     return lambda sequences, depth, apart: change(streams.read_ahead(sequences, depth, apart), sequences, depth)
