@@ -8,6 +8,9 @@ from random import Random
 
 from platform.config.fields import Model
 from platform.plan.layout import find_divisors
+from platform.plan.model_types import NF4_BLOCK
+
+LONG = [1.5], [3.0]  # divisors of a pair's angle in sequences of the length before, and in longer ones
 
 
 def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool, experts: float) -> Model:
@@ -49,7 +52,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
         m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
         m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
         draw_experts(r, m)
-    if m.kind == "decoder" and need.get("length", 1) == need.get("d_kv", 1) == 1:
+    if m.kind == "decoder" and need.get("d_kv", 1) == 1:
         draw_delta_rules(Random(repr(m)), m, need)
     if m.kind == "decoder" and m.positions != "relative" and not (m.head_transform or m.head_bias):
         draw_modules_ahead(Random(repr(m)), m)
@@ -58,7 +61,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
 
 def draw_modules_ahead(r: Random, m: Model) -> None:
     """Draw modules of multi-token prediction."""
-    if r.random() < 0.2 and m.length > 2:
+    if r.random() < 0.4 and m.length > 2:
         m.predict_ahead, m.predict_ahead_weight = r.choice((1, 1, 2)), r.choice((0.1, 0.7))
 
 
@@ -68,7 +71,8 @@ def draw_delta_rules(r: Random, m: Model, need: Mapping[str, int]) -> None:
     m.shared_expert_gate = bool(m.experts and m.shared_experts) and r.random() < 0.4
     if r.random() < 0.3:
         m.linear_layers = r.choice(([0], [m.layers - 1], [*range(m.layers)]))
-        m.linear_key_heads = need.get("heads", 1) * r.choice((1, 2))
+        # ranks that share sequences divide the heads further
+        m.linear_key_heads = need.get("heads", 1) * need.get("length", 1) * r.choice((1, 2))
         m.linear_value_heads = m.linear_key_heads * r.choice((1, 2, 3))
         m.linear_d_key, m.linear_d_value, m.linear_taps = r.choice((2, 3)), r.choice((0, 4)), r.choice((1, 2, 4))
 
@@ -118,6 +122,7 @@ def draw_experts(r: Random, m: Model) -> None:
     m.expert_bias = r.random() < 0.5
     m.router_bias, m.balance_rate = r.random() < 0.3, r.choice((0.0, 0.05, 0.3))
     m.balance_over = r.choice(("sequence", "batch"))
+    m.router_jitter = Random(repr(m)).choice((0.0, 0.0, 0.1))
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 
@@ -142,6 +147,7 @@ def draw_norm_places(r: Random, m: Model) -> None:
     """Draw where a layer's norms stand, of which kind they are, and the factors on what is added."""
     if m.norm == "rmsnorm" and r.random() < 0.4:
         m.norm = "rmsnorm_centred"
+    m.norm_eps = Random(repr(m)).choice((1e-5, 1e-2))
     m.embedding_scale, m.residual_scale = r.choice((1.0, 3.0)), r.choice((1.0, 0.5))
     m.parallel_residual = not m.post_norm and m.kind != "encoder_decoder" and r.random() < 0.3
     m.attention_cap, m.logit_cap = r.choice((0.0, 0.0, 0.02)), r.choice((0.0, 0.0, 0.5))
@@ -157,8 +163,34 @@ def draw_rotations(r: Random, m: Model) -> None:
         m.no_rope_layers = [r.randrange(m.layers)]
     m.window_rope_theta = r.choice((0.0, 50.0)) if m.window else 0.0
     m.rope_scaling = r.choice(("none", "none", "dynamic", "longrope"))
+    more = Random(repr(m))  # all else is drawn as without it
+    m.rope_theta = more.choice((1e4, 30.0))
+    if m.rope_scaling == "none" and more.random() < 0.5:
+        m.rope_scaling = more.choice(("linear", "llama3", "yarn"))
+        m.rope_low, m.rope_high = (0.1, 0.5) if m.rope_scaling == "llama3" else (1.0, 4.0)
+        m.rope_truncate, m.rope_magnitude = m.rope_scaling != "yarn" or more.random() < 0.5, 0.0
     if m.rope_scaling != "none":
         m.rope_factor, m.rope_original_length = 2.0, r.choice((2, 100))
-    if m.rope_scaling == "longrope":
-        pairs = (m.d_rope if m.kv_latent else int(m.d_kv * m.rope_share)) // 2
-        m.rope_short, m.rope_long = [1.5] * pairs, [3.0] * pairs
+    divide_angles(m)
+
+
+def divide_angles(m: Model) -> None:
+    """Set a divisor for each pair of a head that longrope scales."""
+    pairs = (m.d_rope if m.kv_latent else int(m.d_kv * m.rope_share)) // 2
+    m.rope_short, m.rope_long = (of * pairs if m.rope_scaling == "longrope" else [] for of in LONG)
+
+
+def widen_to_blocks(m: Model, need: Mapping[str, int]) -> None:
+    """Widen a model so that no layout that needs `need` cuts a block of its weights in 4 bits."""
+
+    def size(dim: str) -> int:
+        return NF4_BLOCK * need.get(dim, 1)
+
+    m.d_model, m.d_ff, m.d_kv, m.rope_share = size("d_model"), size("d_ff"), size("d_kv"), 1.0
+    m.expert_d_ff = m.expert_d_ff and size("d_ff")
+    if m.kv_latent:
+        m.kv_latent, m.q_latent, m.d_rope = size("kv_latent"), m.q_latent and size("q_latent"), size("d_kv")
+        m.d_kv, m.d_value = m.d_rope + size("d_kv"), m.d_value and size("d_kv")
+    if m.linear_layers:
+        m.linear_d_key, m.linear_d_value = NF4_BLOCK, m.linear_d_value and NF4_BLOCK
+    divide_angles(m)

@@ -13,7 +13,8 @@ from platform.model import build_model
 from platform.optimizer.optimizers import OPTIMIZERS, list_further_offloads
 from platform.plan.adapters import can_adapt
 from platform.plan.layout import find_divisors
-from platform.plan.model_types import NF4_BLOCK, PAIR_LOSSES
+from platform.plan.model_types import PAIR_LOSSES
+from tests.fuzz.draw_model import widen_to_blocks
 
 OWN_LOSSES: dict[str, Any] = {
     "focal": lambda of: -((1 - of.log_probability.exp()) ** 2) * of.log_probability,
@@ -66,9 +67,11 @@ def draw_adapters(r: Random, configs: Sequence[Config]) -> None:
     layer = r.choice(weights).name.rpartition(".")[0]
     some = r.choice((weights, weights[1:], r.sample(weights, 1), [p for p in weights if p.name.startswith(layer)]))
     experts, scaled = any(p.num_stack_dims for p in some), r.random() < 0.5
+    more = Random(repr((model, [p.name for p in some])))  # all else is drawn as without it
+    rank, alpha, dropout = more.choice((1, 3, 4)), more.choice((32.0, 5.0)), more.choice((0.0, 0.25))
     for c in configs:
         c.train.freeze, c.tune.kind, c.tune.targets = [], "lora", [p.name for p in some]
-        c.tune.rank, c.tune.rslora, c.tune.dropout = 3, scaled, 0.0 if experts else 0.25
+        c.tune.rank, c.tune.alpha, c.tune.rslora, c.tune.dropout = rank, alpha, scaled, 0.0 if experts else dropout
 
 
 def _length_ramp(r: Random, longest: int) -> list[str]:
@@ -105,13 +108,12 @@ def draw_lessons(r: Random, configs: Sequence[Config], need: Mapping[str, int], 
     """Draw what else a run learns from, pairs of answers or a teacher, and what of its state is kept in fewer bits:
     moments, and what adapters are of. `need`: what layouts need of dims; `path`: any file."""
     model, train, data = configs[0].model, configs[0].train, configs[0].data
-    invented = model.kind == "decoder" and data.kind == Data().kind and not data.objective
-    lesson = r.choice(("", "", "pairs", "teacher")) if invented and not (train.loss or model.label_smoothing) else ""
+    invented = model.kind == "decoder" and data.kind == Data().kind and not (data.objective or model.predict_ahead)
+    lesson = r.choice(("", "pairs", "teacher")) if invented and not (train.loss or model.label_smoothing) else ""
     loss, settings = r.choice(PAIR_LOSSES), {"beta": 0.3, "margin": 0.5}
     taught = {"weight": 0.7, "direction": r.choice(("forward", "reverse")), "top": r.choice((0, 3)), "temperature": 2.0}
     narrow = r.random() < 0.2 and configs[0].optimizer.kind in ("adamw", "sgd") and configs[0].optimizer.momentum > 0
-    plain = not (model.kv_latent or model.experts or model.linear_layers or model.rope_scaling == "longrope")
-    in_4_bits = configs[0].tune.kind == "lora" and plain and r.random() < 0.5
+    in_4_bits = configs[0].tune.kind == "lora" and r.random() < 0.5
     for c in configs:
         if lesson == "pairs" and model.length >= 4:
             c.data.kind, c.data.path, c.data.objective, c.data.document_mask = "preferences", path, PREFERENCE, True
@@ -121,9 +123,8 @@ def draw_lessons(r: Random, configs: Sequence[Config], need: Mapping[str, int], 
             c.train.loss, c.train.loss_settings, c.train.teacher = "distill", taught, path
         c.optimizer.moments = "bf16" if narrow else "fp32"
         if in_4_bits:
-            c.tune.kind, m = "qlora", c.model
-            m.d_model, m.d_ff = NF4_BLOCK * need.get("d_model", 1), NF4_BLOCK * need.get("d_ff", 1)
-            m.d_kv, m.rope_share = NF4_BLOCK * need.get("d_kv", 1), 1.0
+            c.tune.kind = "qlora"
+            widen_to_blocks(c.model, need)
     draw_bits(r, configs)
 
 

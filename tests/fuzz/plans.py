@@ -97,7 +97,7 @@ def check(
                 nudged = alone(configs[0], phases, nudge=2.0**-52, asks=asks)[number]
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
             assert count_flips(c, plan, results, wanted) == 0, "other numbers in 8 bits"
-            check_bytes(of_step(c, steps[0]), results)
+            check_bytes(of_step(c, plan, steps[0]), results)
             assert replay([found.log for found in results]) is None, "order of launches"
             before = assemble(plan, results, lambda found: found.final)
     finally:
@@ -185,7 +185,8 @@ def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
     """Say whether a case is small enough to be tried, has a label to predict in every step, and none whose updates
     rounding decides."""
     c = configs[0]
-    batches = (open_data(c).batch("train", *step_sample_range(c.train, k + 1)) for k in range(c.train.steps))
+    corpus = open_data(c)
+    batches = (corpus.batch("train", *step_sample_range(c.train, k + 1)) for k in range(c.train.steps))
     counts = all(((rows["labels"] >= 0) * rows.get("label_weights", 1)).any() for rows in batches)
     return bool(counts and all(plan.mesh.world_size <= RANKS for plan in plans) and not of_rounding(c))
 
@@ -324,10 +325,11 @@ def answers(trainer: Trainer) -> list[float]:
     return found + [s.log_probability for s in generator.score_texts(AskedTexts(texts), [1] * len(texts))]
 
 
-def of_step(c: Config, step: int) -> Plan:
-    """Plan a configuration for a step alone: its batch, and its length of sequences."""
-    train = replace(c.train, global_batch=find_batch_size(c.train, step), ramp_from=0, ramp_samples=0)
-    return make_plan(replace(c, train=train)).plan_of_length(find_sequence_length(c, step))
+def of_step(c: Config, plan: Plan, step: int) -> Plan:
+    """Plan a configuration, whose plan is `plan`, for a step alone: its batch, and its length of sequences."""
+    if (batch := find_batch_size(c.train, step)) != c.train.global_batch:
+        plan = make_plan(replace(c, train=replace(c.train, global_batch=batch, ramp_from=0, ramp_samples=0)))
+    return plan.plan_of_length(find_sequence_length(c, step))
 
 
 def describe(c: Config) -> str:

@@ -29,7 +29,7 @@ from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.special_tokens import SpecialIds
 from platform.optimizer.optimizers import NOT_OF_FACTORED, NOT_OF_MATRICES, probe_optimizer_state
-from platform.plan.model_types import NF4_BLOCK
+from platform.plan.model_types import NF4_BLOCK, Parameter
 from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
 from platform.plan.simulate import stage_rows
@@ -325,6 +325,22 @@ def run(c: Config, plan: Plan | None = None) -> tuple[Plan, list[Result]]:
     return plan, run_threads(plan.mesh, lambda communicator: compute(c, plan, communicator))
 
 
+_located: tuple[Plan | None, dict[tuple[str, int], Any]] = None, {}  # of the plan that was asked about last
+
+
+def locate_part(plan: Plan, p: Parameter, rank: int) -> tuple[tuple[slice, ...], int, int] | None:
+    """Where a rank's block of a parameter lies, and which part of the block its shard is; None if it has none."""
+    global _located
+    if _located[0] is not plan:
+        _located = plan, {}
+    if (key := (p.name, rank)) not in _located[1]:
+        here, place = plan.mesh.rank_coordinates(rank), None
+        if plan.has_block(p, here):
+            place = tuple(slice(o, o + n) for o, n in plan.locate_block(p, here)), *plan.shard_range(p, here)
+        _located[1][key] = place
+    return _located[1][key]
+
+
 def assemble(
     plan: Plan, results: Sequence[Result], pick: Callable[[Result], Mapping[str, Tensor]], trained: bool = False
 ) -> dict[str, Tensor]:
@@ -338,12 +354,10 @@ def assemble(
         padded = [plan.planner.tensor_sizes(p)[d] for d in p.dims]
         whole = torch.full(padded, torch.nan, dtype=torch.float64)
         for r in results:
-            here = plan.mesh.rank_coordinates(r.rank)
-            if not plan.has_block(p, here):
+            if (place := locate_part(plan, p, r.rank)) is None:
                 assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a block of {p.name}"
                 continue
-            where = tuple(slice(o, o + n) for o, n in plan.locate_block(p, here))
-            start, stop = plan.shard_range(p, here)
+            where, start, stop = place
             if start == stop:
                 assert not pick(r).get(p.name, torch.empty(0)).numel(), f"rank {r.rank} has a part of {p.name}"
                 continue
