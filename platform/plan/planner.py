@@ -37,6 +37,11 @@ from platform.plan.rule import (
 from platform.plan.scheme import REPLICAS, Scheme
 
 
+def nameless_tensor(tensor: Tensor) -> Hashable:
+    """Return all of a tensor on which its layout and shapes depend: of a parameter not its name."""
+    return (tensor.role, tensor.dims, tensor.sizes, tensor.place) if isinstance(tensor, Parameter) else tensor
+
+
 @dataclass(frozen=True)
 class Planner:
     """Applies the communication rule to the tensors of operations under one scheme on one mesh. `sizes`: global sizes
@@ -56,6 +61,7 @@ class Planner:
     frozen: tuple[str, ...] = ()
     _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shapes: dict[Hashable, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _contractions: dict[Hashable, Contraction] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def layout(self, tensor: Tensor) -> Layout:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
@@ -152,8 +158,7 @@ class Planner:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""
         if layout is not None:
             return local_shape(tensor.dims, self.tensor_sizes(tensor), layout, self.mesh, self.cut_units)
-        key = (tensor.role, tensor.dims, tensor.sizes, tensor.place) if isinstance(tensor, Parameter) else tensor
-        if key not in self._shapes:
+        if (key := nameless_tensor(tensor)) not in self._shapes:
             self._shapes[key] = self.local_shape(tensor, self.layout(tensor))
         return self._shapes[key]
 
@@ -192,6 +197,13 @@ class Planner:
     def plan_contraction(self, operands: Sequence[Tensor], out: Spec, first: Layout | None = None) -> Contraction:
         """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
         for the `first` operand, if a layout is given; local shapes are filled in."""
+        key = *map(nameless_tensor, operands), out, first
+        if key not in self._contractions:  # an operation asks for it, and then the sum of its parameters' gradients
+            self._contractions[key] = self._compute_contraction(operands, out, first)
+        return self._contractions[key]
+
+    def _compute_contraction(self, operands: Sequence[Tensor], out: Spec, first: Layout | None) -> Contraction:
+        """Compute a contraction of operands, without the cache of `plan_contraction`."""
         layouts = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
         terms = [(t.dims, layout, isinstance(t, Parameter)) for t, layout in zip(operands, layouts, strict=True)]
         c = contract_layouts(terms, (out.dims, self.layout(out)), self.row_expert_axes(out))

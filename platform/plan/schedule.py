@@ -7,7 +7,7 @@ units (embedding, blocks, head) into chunks: contiguous ranges, as even in cost 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -151,15 +151,8 @@ def place_layers(costs: Sequence[float], chunks: int) -> list[range]:
     units^2), and deterministic. With fewer units than chunks, the last unit, which has the loss, goes to the last
     chunk, and the chunks just before it are empty.
     """
-    units, parts = len(costs), min(chunks, len(costs))
-    total = [0.0, *accumulate(costs)]
-
-    def range_cost(start: int, end: int) -> float:
-        """Return the cost of the units from `start` to `end` - 1 in one pipeline chunk."""
-        return total[end] - total[start]
-
-    limit = _smallest_maximum(costs, parts)
-    ranges = _most_even_ranges(units, parts, range_cost, limit)
+    parts = min(chunks, len(costs))
+    ranges = _most_even_ranges(costs, parts, _smallest_maximum(costs, parts))
     empty = [range(ranges[-1].start, ranges[-1].start)] * (chunks - parts)
     return [*ranges[:-1], *empty, ranges[-1]]
 
@@ -183,20 +176,22 @@ def _smallest_maximum(costs: Sequence[float], parts: int) -> float:
     return possible[bisect_left(possible, True, key=lambda limit: count_chunks_needed(limit) <= parts)]
 
 
-def _most_even_ranges(units: int, parts: int, cost: Callable[[int, int], float], limit: float) -> list[range]:
-    """Return `parts` non-empty ranges of unit numbers, one per pipeline chunk, that tile range(units) in order, none of
-    a cost above `limit`, with the least sum of squared costs; of equals the one with the earliest first cut.
-    `cost(start, end)`: the sum of the costs of units start to end - 1."""
+def _most_even_ranges(costs: Sequence[float], parts: int, limit: float) -> list[range]:
+    """Return `parts` non-empty ranges of numbers of units, one per pipeline chunk, that tile the units of such `costs`
+    in order, none of a cost above `limit`, with the least sum of squared costs; of equals the one with the earliest
+    first cut."""
+    units, total = len(costs), [0.0, *accumulate(costs)]
     best = [[inf] * (units + 1) for _ in range(parts + 1)]  # best[k][i]: units from i on in k ranges
     cut = [[units] * (units + 1) for _ in range(parts + 1)]  # cut[k][i]: the end of the first of these ranges
     best[0][units] = 0.0
     slack = limit * 1e-9  # sums of floats differ in the last place
     for k in range(1, parts + 1):
+        behind = best[k - 1]
         for i in range(units - k + 1):
             for j in range(i + 1, units - k + 2):
-                if (range_cost := cost(i, j)) > limit + slack:
+                if (range_cost := total[j] - total[i]) > limit + slack:
                     break
-                if (price := range_cost**2 + best[k - 1][j]) < best[k][i]:
+                if (price := range_cost**2 + behind[j]) < best[k][i]:
                     best[k][i], cut[k][i] = price, j
     ranges, start = [], 0
     for k in range(parts, 0, -1):

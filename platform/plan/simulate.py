@@ -206,9 +206,10 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     if not schedule.proven:
         validate_schedule(schedule)
     rows: list[list[Action]] = [[] for _ in schedule.rows]
-    for event in simulate(schedule).timeline:
-        rows[event.stage].append(event.action)
-        for stage, action in find_message(schedule, event.action) or ():
+    spans = _time_rows(schedule, lambda stage, action: NOMINAL[action.kind], 0.0)
+    for _, number, i in sorted((end, n, i) for n, row in enumerate(spans) for i, (_, end) in enumerate(row)):
+        rows[number].append(schedule.rows[number][i])
+        for stage, action in find_message(schedule, schedule.rows[number][i]) or ():
             rows[stage].append(action)
     return tuple(tuple(row) for row in rows)
 

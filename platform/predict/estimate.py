@@ -318,7 +318,7 @@ class Estimator:
     @cached_property
     def _groups_by_stages(self) -> list[tuple[int, NDArray[np.intp]]]:
         """Return which contenders have so many stages, but for one."""
-        return [(int(n), np.flatnonzero(self.stages == n)) for n in np.unique(self.stages) if n > 1]
+        return [(n, np.flatnonzero(self.stages == n)) for n in sorted({*self.stages.tolist()}) if n > 1]
 
     def _list_groups(self, chunks: int) -> list[tuple[int, NDArray[np.intp]]]:
         """Return which contenders have so many stages, but for one, of so many `chunks`, each of one layer at least."""

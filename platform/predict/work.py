@@ -183,7 +183,7 @@ class WorkRecorder(Recorder):
         heads = self.plan.local_shape(query)[query.dims.index("heads")]
         return replace(part, kernels=heads * self.system.head_kernels)
 
-    def _refuse_illegal_operation(self, kind, name, inputs, outputs) -> None:
+    def _refuse_illegal_operation(self, o) -> None:
         """Judge nothing: the plan has been made of these operations."""
 
     def _note_parts(self, forward: Part, backward: Part, again: Part, redone: bool = False) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from platform.boundary.refusals import ConfigError
-from platform.monitor.verdict import evidence
 
 
 class Member(NamedTuple):
@@ -71,6 +70,8 @@ class Failure:
     @property
     def is_out_of_memory(self) -> bool:
         """Return True if a worker failed as its device had no memory left for a tensor, a kernel or a communicator."""
+        from platform.monitor.verdict import evidence  # with the whole monitor, which no plan or refusal needs
+
         return self.kind == "failed" and evidence.is_out_of_memory(self.cause)
 
     @property
@@ -79,6 +80,8 @@ class Failure:
         culprit: 0 = the member died, hung, refused a user's mistake, had no memory left, or holds state that differs
         from its replicas (damaged); 1 = it raised an error of its own; 2 = it raised a communication error, as happens
         when another rank is gone."""
+        from platform.monitor.verdict import evidence
+
         if self.kind != "failed" or self.refusal or self.is_out_of_memory:
             return 0
         return 2 if evidence.blames_others(self.cause) else 1

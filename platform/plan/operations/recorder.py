@@ -64,6 +64,7 @@ class Recorder(Ops):
     spans: list[int] = field(default_factory=list)  # by operation
     blocks: list[tuple[str, int, int]] = field(default_factory=list)  # name, and the range of its operations
     _names: set[tuple[str, str]] = field(default_factory=set)
+    _legal: set[object] = field(default_factory=set)  # keys of operations whose tensors are legal
     _recomputing: bool = False
 
     def bind_operation(self, op: Op) -> Callable[..., Any]:
@@ -122,40 +123,48 @@ class Recorder(Ops):
         that it reads, if not None; `more`: its attributes."""
         for activation, declared in zip(x, inputs, strict=False):
             self.check_activation(activation, declared)
-        self._refuse_illegal_operation(kind, name, inputs, outputs)
         attributes = tuple(sorted(more.items()))
         read = tuple(name for name in reads if name)
         operation = Operation(kind, name, tuple(inputs), tuple(outputs), attributes, read, self._recomputing)
+        self._refuse_illegal_operation(operation)
         self.operations.append(operation)
         self.spans.append(self.span)
         symbols = tuple(Symbol(s) for s in outputs)
         return symbols[0] if len(symbols) == 1 else symbols
 
-    def _refuse_illegal_operation(self, kind: str, name: str, inputs: Sequence, outputs: Sequence[Spec]) -> None:
-        """Refuse a recorded operation `kind` `name` of a model with ModelMistake if its inputs or outputs have an
-        unknown region or dim, if a parameter is not declared or declared otherwise, if it does not compute in the type
-        of statistics where it should, or if an operation of the same kind already has the name."""
-        if self.sizes:
-            check_specs(f"{kind} {name}", [*inputs, *outputs], self.sizes)
-        for p in (t for t in inputs if isinstance(t, Parameter)):
-            if self.declared and self.declared.get(p.name) != p:
+    def _refuse_illegal_operation(self, o: Operation) -> None:
+        """Refuse a recorded operation of a model with ModelMistake if its tensors are illegal, if a parameter is not
+        declared or declared otherwise, if they are of several branches, or if one of its kind already has its name."""
+        kind, name = o.kind, o.name
+        if o.nameless_key not in self._legal:  # layers are alike
+            self._refuse_illegal_tensors(o)
+            self._legal.add(o.nameless_key)
+        for p in (t for t in o.inputs if isinstance(t, Parameter)):
+            if self.declared and (declared := self.declared.get(p.name)) is not p and declared != p:
                 known = "is declared otherwise" if p.name in self.declared else "is not declared"
                 legal = self.declared if p.name not in self.declared else ()
                 raise ModelMistake(p.name, f"a parameter that {known}, in {kind} {name}", legal)
-        places = dict.fromkeys(t.place for t in (*inputs, *outputs))
+        places = dict.fromkeys(t.place for t in (*o.inputs, *o.outputs))
         if len(places) > 1 and not OPERATIONS[kind].joins_branches:
             branches = ", ".join(f"branch {place.number}" if place else "no branch" for place in places)
             raise ModelMistake(name, f"has tensors of {branches}, in {kind}", ["split_branches", "sum_branches"])
-        for end, tensors in (("inputs", inputs), ("outputs", outputs)):
+        if (kind, name) in self._names:
+            raise ModelMistake(name, f"several operations {kind} have this name")
+        self._names.add((kind, name))
+
+    def _refuse_illegal_tensors(self, o: Operation) -> None:
+        """Refuse a recorded operation of a model with ModelMistake if a tensor of it has an unknown region or dim, or
+        does not compute in the type of statistics where it should."""
+        kind, name = o.kind, o.name
+        if self.sizes:
+            check_specs(f"{kind} {name}", [*o.inputs, *o.outputs], self.sizes)
+        for end, tensors in (("inputs", o.inputs), ("outputs", o.outputs)):
             word = OPERATIONS[kind]
             for t in (t for t in tensors if isinstance(t, Spec) and t.open):
                 if word.open.get(end) != t.open:
                     raise ModelMistake(name, f"{end} of {kind} are complete, unlike {t}")
             if end not in word.wide and (wide := [t for t in tensors if tensor_dtype(t) != "compute"]):
                 raise ModelMistake(name, f"{end} of {kind} are in the compute type, unlike {wide[0]}")
-        if (kind, name) in self._names:
-            raise ModelMistake(name, f"several operations {kind} have this name")
-        self._names.add((kind, name))
 
     def note_operation(self, *words: Any) -> None:
         """Take note of a function element by element, of which nothing is planned, by `words` that say which it is."""
