@@ -22,7 +22,7 @@ BATCHES = 4  # that recur, so that the model learns them by heart: a loss near l
 class Recurring:
     """A corpus whose batches recur, drawn once: reading one costs neither side anything."""
 
-    teacher = None
+    teacher, counts_by_reading = None, False
 
     def __init__(self, c: Config):
         self.rows = np.random.default_rng(c.seed).integers(

@@ -20,7 +20,14 @@ from platform.data import text_sources as text_sources  # its import registers t
 from platform.data.cache_entries import FORMAT, StreamedTokens, TokenFiles
 from platform.data.data_checks import violations_of_small_splits, violations_of_sources, violations_of_unlabelled_splits
 from platform.data.mixture import DataSource, compute_shares, hash_integers, list_sources, name_source_in_errors
-from platform.data.objectives import Causal, Objective, SampleShape, build_objective, objective_cache_word
+from platform.data.objectives import (
+    Causal,
+    Objective,
+    SampleShape,
+    UserObjective,
+    build_objective,
+    objective_cache_word,
+)
 from platform.data.source_kind import find_source_kind, is_streamed
 from platform.data.special_tokens import SpecialIds
 from platform.data.streams import Ints, known_document_starts, token_loss_mask
@@ -147,6 +154,15 @@ class Corpus:
         """Count the labels that the loss averages over (not padding) in samples [start, end) of a split."""
         located_samples = self.locate_samples(split, np.arange(start, end))
         return sum(self.objective.predicted(stream, index) for _, stream, _, index in located_samples)
+
+    @cached_property
+    def counts_by_reading(self) -> bool:
+        """Return True if counting labels may read samples: a user's objective says how many there are, a stream's
+        blocks are opened for it, or ids alone tell documents apart."""
+        if not isinstance(causal := self.objective, Causal):
+            return isinstance(causal, UserObjective)
+        every = [stream for part in self.parts for stream in part.streams.values()]
+        return any(isinstance(stream, StreamedTokens) or causal.counts_by_reading(stream) for stream in every)
 
     def describe_sample(self, split: str, number: int) -> str:
         """Name sample `number` of a split's endless global order for the user: "sample 3 of data.sources.web"."""

@@ -10,7 +10,7 @@ adds one of the user's own, every sample of which is checked (`UserObjective`).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,9 +122,10 @@ class Causal:
         packed, learned = isinstance(stream, PackedStream), token_loss_mask(stream)
         if not packed and not self._can_ignore_labels(stream):
             return len(index) * self.length
-        if (starts := known_document_starts(stream)) is None:  # the ids alone say where documents begin
+        if self.counts_by_reading(stream):
             return int((self.batch(stream, index, np.empty(0, np.uint64))["labels"] >= 0).sum())
         # labels lie in stretches of the stream: of a whole batch they are counted in milliseconds, without any ids
+        starts = cast(Ints, known_document_starts(stream))
         first, sizes = stream.stretches(index) if packed else (index * self.length, np.full(len(index), self.length))
         first, end = first + 1, np.minimum(first + sizes + 1, len(stream))
         stretches = zip(first.tolist(), end.tolist(), strict=True)
@@ -134,6 +135,11 @@ class Causal:
             ignored = ignored[np.asarray(stream[ignored]) != self.special.end]
             count -= len(ignored) if learned is None else np.count_nonzero(learned[ignored])
         return int(count)
+
+    def counts_by_reading(self, stream: Any) -> bool:
+        """Return True if labels of a token stream are counted by reading them: ids alone say where documents begin."""
+        counted = isinstance(stream, PackedStream) or self._can_ignore_labels(stream)
+        return counted and known_document_starts(stream) is None
 
     def _can_ignore_labels(self, stream: Any) -> bool:
         """Return True if some tokens of the stream may be left out of the loss, so that labels must be counted."""

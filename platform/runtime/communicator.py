@@ -505,6 +505,13 @@ class Communicator(ABC):
     def broadcast_text(self, text: str | None = None) -> str:
         """Broadcast the `text` of rank 0, which alone gives one, and return it. Not counted."""
 
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Sum every rank's `numbers` in host memory, in the ranks' order; return the sums on all ranks, which call it
+        together. Not counted."""
+        rows = self.collect_numbers(torch.tensor(numbers, dtype=torch.float64))
+        sums: list[float] = json.loads(self.broadcast_text(None if rows is None else json.dumps(rows.sum(0).tolist())))
+        return sums
+
     def abort(self) -> None:
         """Interrupt this communicator's collectives in progress so that they fail, here and at the peers, or end with
         results that mean nothing, which `confirm_uninterrupted` detects. Callable from any thread, repeatedly too."""
@@ -558,6 +565,10 @@ class SingleRank(Communicator):
     def collect_numbers(self, numbers):
         """Return this rank's numbers [n] as [1, n], as it is the only one."""
         return numbers[None]
+
+    def sum_numbers(self, numbers):
+        """Return the numbers of this rank, the only one."""
+        return [*numbers]
 
     def broadcast_text(self, text=None):
         """Return the text of this rank, the only one."""

@@ -89,20 +89,19 @@ def place(
 
 
 def compute_loss_divisor(plan: Plan, corpus: Corpus, first: int, end: int) -> float:
-    """Return the divisor that turns the loss summed over training samples [first, end) into a mean: the number of
-    labels that count, or of pairs of answers, or, if labels have weights, the sum of their magnitudes. Raises
-    ConfigError if no label counts."""
+    """Return the part of training samples [first, end) in the divisor that turns a summed loss into a mean: the number
+    of labels that count, or of pairs of answers, or, if labels have weights, the sum of their magnitudes."""
     if LABEL_WEIGHTS not in plan.reader_layouts or PAIRED in plan.reader_layouts:  # weights of a pair add up to 1
-        return corpus.predicted("train", first, end) or _refuse_missing_labels(corpus, first, end)
+        return corpus.predicted("train", first, end)
     total, at_once = 0.0, plan.sizes["batch"]
     for start in range(first, end, at_once):
         samples = corpus.batch("train", start, min(start + at_once, end))
         total += float(np.abs(samples[LABEL_WEIGHTS])[samples["labels"] >= 0].sum())
-    return total or _refuse_missing_labels(corpus, first, end)
+    return total
 
 
-def _refuse_missing_labels(corpus: Corpus, first: int, end: int) -> NoReturn:
-    """Raise ConfigError for a rank's step on samples [first, end), none of whose labels counts: it needs one."""
+def refuse_missing_labels(corpus: Corpus, first: int, end: int) -> NoReturn:
+    """Raise ConfigError for a step on training samples [first, end), none of whose labels counts: it needs one."""
     where = f"training samples {first} to {end - 1}, of which the first is {corpus.describe_sample('train', first)}"
     raise ConfigError(f"train.global_batch={end - first}: {where}, have no label; nearest legal: a larger one")
 
@@ -188,6 +187,12 @@ class StagePasses:
             sequences = self._read_sequences(split, start, min(start + self.batch, end))
             counts = [n + int((sequences[label_tensor(k)] >= 0).sum()) for n, k in zip(counts, depths, strict=True)]
         return counts
+
+    @property
+    def counts_by_reading(self) -> bool:
+        """Return True if counting a step's labels reads its samples, not an index of documents alone."""
+        weighted = LABEL_WEIGHTS in self.plan.reader_layouts and PAIRED not in self.plan.reader_layouts
+        return bool(self.config.model.predict_ahead or weighted or self.corpus.counts_by_reading)
 
     @torch.no_grad()
     def evaluate_microbatch(

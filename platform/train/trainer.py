@@ -44,10 +44,11 @@ from platform.train.faults import Fault, arm_fault, flip_bit
 from platform.train.rank_model import build_rank
 from platform.train.rank_parameters import DTYPES, LossScale
 from platform.train.replies import CollectiveSpan, Differences, RankTimeline, SectionSpan, StepReport
-from platform.train.stage_passes import PipelineOf, StagePasses, compute_loss_divisor
+from platform.train.stage_passes import PipelineOf, StagePasses, compute_loss_divisor, refuse_missing_labels
 
 TIMED = ("data", "forward", "backward", "exposed_comm", "bubble", "reduce", "optimizer", "checkpoint")  # by the clock
 Verify = Callable[[], Differences]  # compares replicas, on all ranks together
+LOOKED_UP = 1 << 22  # labels that every rank counts from an index, in a millisecond or two, rather than sum up shares
 SECTIONS = (*TIMED, "other")  # which is the rank's time in a step outside of all these
 
 
@@ -74,7 +75,7 @@ class StepSums(NamedTuple):
     shared: Tensor
     counts: Sequence[Tensor]
     lending_layers: Sequence[str]
-    labels: Sequence[int]
+    labels: Sequence[float]
 
 
 class PassesAhead(NamedTuple):
@@ -100,7 +101,7 @@ class Trainer:
     peak_live = left = 0
     aligning = 0.0
     _ahead: PassesAhead | None = None  # of the next step
-    _divisor_ahead: tuple[int, float] = (0, 0.0)  # a step, and the divisor of its loss
+    _counted_ahead: tuple[int, Sequence[float]] = (0, ())  # a step, and what `_count_labels` returns of it
     _poison = 0.0  # added to this rank's part of the squared gradient norm, NaN under the fault `nan`
     _routed: Sequence[int] = ()  # tokens of experts on this rank in the last step, see `StepReport`
     _losses_ahead: Sequence[float] = ()  # of the last step, means by depth of multi-token prediction
@@ -134,7 +135,7 @@ class Trainer:
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = SectionClock(communicator.device, detailed=self.aligned)
         self._of_lengths: dict[int, StagePasses] = {}
-        self._labels_ahead = [1] * config.model.predict_ahead  # of the current step, by depth
+        self._labels_ahead = [1.0] * config.model.predict_ahead  # of the current step, by depth
         self._factors_ahead = [1.0] * config.model.predict_ahead  # of their losses' sums
         self.passes = self.passes_of_length(config.model.length)  # of the current step
 
@@ -147,11 +148,15 @@ class Trainer:
             passes = self._of_lengths[length] = StagePasses(self.config, plan, rank, self.corpus)
         return passes
 
+    def passes_of_step(self, step: int) -> StagePasses:
+        """Return the passes of this rank over sequences of training step `step`."""
+        return self.passes_of_length(find_sequence_length(self.config, step))
+
     def enter_step(self, step: int) -> StagePasses:
         """Make the passes over sequences of training step `step` current, and return them; drop shorter ones."""
         length = find_sequence_length(self.config, step)
         self._of_lengths = {n: passes for n, passes in self._of_lengths.items() if n >= length}
-        self.passes = self.passes_of_length(length)
+        self.passes = self.passes_of_step(step)
         return self.passes
 
     @property
@@ -187,7 +192,7 @@ class Trainer:
         if early:
             if then:
                 self._launch_passes_ahead(then)
-            self._find_divisor_ahead(then or step)
+            self._count_labels_ahead(then or step)
             outcome = Outcome(*read_numbers(), limit)
         loss, norm, _, differences = outcome
         if skipped := outcome.skips:
@@ -241,7 +246,7 @@ class Trainer:
         verify: Verify | None,
     ) -> Outcome:
         """Read a training step's numbers, `verify` replicas, and update the weights if both allow it."""
-        self._find_divisor_ahead(step)
+        self._count_labels_ahead(step)
         with self.clock.time_section("reduce"):
             numbers = read_numbers()
             outcome = Outcome(*numbers, limit, verify() if verify else Differences())
@@ -268,18 +273,46 @@ class Trainer:
             self.weights.finish_reductions()
             self.clock.take_section_times()
 
-    def _find_divisor_ahead(self, step: int) -> None:
-        """Find the divisor of the loss of the training step after `step`, while the device works on this one's."""
+    def _count_labels_ahead(self, step: int) -> None:
+        """Count the labels of the training step after `step`, while the device works on this one's."""
         with suppress(Exception):  # raised again at the step's turn
-            if step < self.config.train.steps:
-                with self.clock.time_section("data"):
-                    self._divisor_ahead = step + 1, self._compute_divisor(step + 1)
+            if step < self.config.train.steps and isfinite(sum(counts := self._count_labels(step + 1))):
+                self._counted_ahead = step + 1, counts
 
-    def _compute_divisor(self, step: int) -> float:
-        """Return the divisor of the loss of a training step's global batch, perhaps found ahead. Raises ConfigError."""
-        if self._divisor_ahead[0] != step:
-            return compute_loss_divisor(self.plan, self.corpus, *step_sample_range(self.config.train, step))
-        return self._divisor_ahead[1]
+    def _count_labels(self, step: int) -> Sequence[float]:
+        """Return the divisor of the loss of a training step's global batch, and its labels by depth of multi-token
+        prediction, perhaps counted ahead. Raises ConfigError if no label counts."""
+        if self._counted_ahead[0] == step:
+            return self._counted_ahead[1]
+        samples, passes = step_sample_range(self.config.train, step), self.passes_of_step(step)
+
+        def count_share(first: int, end: int) -> list[float]:
+            """Count the labels of training samples [first, end)."""
+            divisor = compute_loss_divisor(self.plan, self.corpus, first, end)
+            return [divisor, *passes.count_labels_ahead("train", first, end)]
+
+        size = 1 + self.config.model.predict_ahead
+        counts = self._sum_shares(count_share, *samples, size, passes.counts_by_reading)
+        return counts if counts[0] else refuse_missing_labels(self.corpus, *samples)
+
+    def _sum_shares(
+        self, count: Callable[[int, int], Sequence[float]], first: int, end: int, size: int, reads: bool
+    ) -> Sequence[float]:
+        """Return the sums over all ranks, which call it together, of the `size` numbers that `count` says of a rank's
+        share of samples [first, end): so none `reads` all, or looks up very many. NaN where another rank fails."""
+        if not reads and (end - first) * self.config.model.length <= LOOKED_UP:
+            with self.clock.time_section("data"):
+                return count(first, end)
+        rank, world = self.communicator.rank, self.plan.mesh.world_size
+        start, stop = (first + (end - first) * i // world for i in (rank, rank + 1))
+        try:
+            with self.clock.time_section("data"):
+                counts = count(start, stop) if start < stop else [0.0] * size
+        except Exception:
+            self.communicator.sum_numbers([nan] * size)  # in which the others are
+            raise
+        with self.clock.time_section("reduce"):
+            return self.communicator.sum_numbers(counts)
 
     def _align_clocks(self) -> None:
         """Start this rank's clock of a training step, together with all others' if they are `aligned`."""
@@ -334,14 +367,13 @@ class Trainer:
 
     def _run_forward_backward(self, step: int) -> tuple[Tensor, float]:
         """Run training step `step`'s passes; return this rank's summed loss and the divisor of the global sum."""
-        samples, model = step_sample_range(self.config.train, step), self.config.model
-        share = self._compute_divisor(step)
+        model = self.config.model
+        share, *labels = self._count_labels(step)
         passes = self.enter_step(step)
         is_watched = is_due(self.config.monitor.layers, step)
         passes.ops.watched = ActivationWatch(passes.stage, self.communicator) if is_watched else None
         passes.ops.routed = {}
-        with self.clock.time_section("data"):
-            self._labels_ahead = passes.count_labels_ahead("train", *samples)
+        self._labels_ahead = labels
         weight = model.predict_ahead_weight / max(1, model.predict_ahead)
         self._factors_ahead = [weight * share / max(1, n) for n in self._labels_ahead]  # each loss is a mean
         return self._run_passes(step, self._stage_actions(step), share, passes.build_pipeline), share
@@ -514,10 +546,12 @@ class Trainer:
         if isinstance(measure, int):
             passes.ops.measured_depth = measure
             try:
-                summed = self.compute_mean_loss(split, end) * max(1, self.corpus.predicted(split, 0, end))
+                mean = self.compute_mean_loss(split, end)
             finally:
                 passes.ops.measured_depth = 0
-            return summed / max(1, passes.count_labels_ahead(split, 0, end)[measure - 1])
+            size, count = self.config.model.predict_ahead, partial(passes.count_labels_ahead, split)
+            depths = self._sum_shares(count, 0, end, size, reads=True)
+            return mean * self._count_predicted(split, end) / max(1, depths[measure - 1])
         if measure:
             name, losses = training_loss_name(self.config), passes.ops.losses
             passes.ops.losses = {**losses, name: measure}
@@ -530,7 +564,12 @@ class Trainer:
             PROGRESS.note_call_progress(first, end)
             total += passes.evaluate_microbatch(self.rows.forward, split, first, end)
         loss, _ = self._start_reading_sums(self._sum_over_world(total, torch.zeros_like(total)))()
-        return loss / max(1, self.corpus.predicted(split, 0, end))
+        return loss / self._count_predicted(split, end)
+
+    def _count_predicted(self, split: str, end: int) -> float:
+        """Count the labels in the first `end` samples of the data's `split`, at least 1, on all ranks together."""
+        reads = self.corpus.counts_by_reading
+        return max(1, *self._sum_shares(lambda i, j: [self.corpus.predicted(split, i, j)], 0, end, 1, reads))
 
 
 def _raise_error(error: Exception) -> NoReturn:

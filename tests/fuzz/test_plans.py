@@ -138,12 +138,12 @@ def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
 @pytest.mark.full
 def test_negative_control_the_last_size_of_a_growing_batch(monkeypatch):
     """Where the mean is over the labels of a whole batch while it is smaller."""
-    share = trainer.compute_loss_divisor
+    summed = trainer.Trainer._sum_shares
 
-    def wrong(plan, corpus, first, end):
-        return share(plan, corpus, first, end if plan.mesh.world_size == 1 else first + plan.sequences)
+    def wrong(self, count, first, end, *how):
+        return summed(self, count, first, end if self.plan.mesh.world_size == 1 else first + self.plan.sequences, *how)
 
-    monkeypatch.setattr(trainer, "compute_loss_divisor", wrong)
+    monkeypatch.setattr(trainer.Trainer, "_sum_shares", wrong)
     with pytest.raises(AssertionError, match=r"train.ramp_from=.*gradient of|gradient of.*train.ramp_from="):
         run(plans, SEED, COUNT)
 

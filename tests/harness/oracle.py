@@ -148,7 +148,7 @@ class Tokens:
     """A corpus of pseudo-random tokens, with padding and labels that do not count unless the model is a decoder."""
 
     validations: ClassVar = {"": ("validation", 1)}
-    special, vocabulary, teacher = SpecialIds(), None, None
+    special, vocabulary, teacher, counts_by_reading = SpecialIds(), None, None, True
 
     def __init__(self, c: Config):
         self.model, self.vocab, self.weighted = c.model, c.model.vocab, training_objective_name(c) in WEIGHTED

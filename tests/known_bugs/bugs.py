@@ -37,7 +37,7 @@ BUGS = (
         "each rank counts the whole vocabulary", SCHEMES, SEQUENCE, mutants.vocab_counted_by_every_rank),
     KnownBug(
         "Megatron-LM #7452 (3), #2417", "the loss of a token further on is divided by a rank's own number of tokens",
-        "each replica counts the labels of its own samples", AHEAD, {"kind": "documents", "data": 2},
+        "each rank's own share of the labels counts as all", AHEAD, {"kind": "documents", "data": 2},
         mutants.labels_ahead_of_a_rank),
     KnownBug(
         "Megatron-LM #7452 (7), (4)", "activations are scattered and gathered over the wrong group of equal size",

@@ -203,10 +203,7 @@ own_keys_in_the_backward_pass = _kept(panels.AGAIN)
 gradients_of_keys_where_they_are_made = _kept(panels.GRADIENTS)
 
 
-@mutant(StagePasses, "count_labels_ahead")
-def labels_ahead_of_a_rank(count, passes, split, first, end):
-    """Of the samples that a replica reads, as if it were all: the ratio to the labels of the head is another."""
-    replicas = passes.plan.num_replicas
-    mine = passes.communicator.coordinates.get("data", 0)
-    each = (end - first) // replicas
-    return [replicas * n for n in count(passes, split, first + mine * each, first + (mine + 1) * each)]
+@mutant(Communicator, "sum_numbers")
+def labels_ahead_of_a_rank(summed, rank, numbers):
+    """Of a rank's share of the samples, as if all had as many: the ratio to the labels of the head is another."""
+    return [*summed(rank, numbers)[:1], *(rank.mesh.world_size * n for n in numbers[1:])]

@@ -44,7 +44,7 @@ class Places:
 
     validations = Tokens.validations
     special = Tokens.special
-    teacher = None
+    teacher, counts_by_reading = None, False
 
     def __init__(self, weighted: bool):
         self.weighted = weighted

