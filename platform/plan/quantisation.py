@@ -18,6 +18,7 @@ Dims = tuple[str, ...]
 Tile = tuple[int, int]  # rows and columns with one scale, of matrices whose columns a product contracts; 0: all
 
 MX_BLOCK = 32  # elements with one scale, as the OCP's MX formats have
+SCALE_BYTES = 4  # of a scale in fp32, whatever values it may have
 LEAST_MAXIMUM = 1e-12  # of numbers with one scale that is no power of two, as in torchao
 # product -> what its two operands are; the first is the activation or, in `input`, the gradient of the result
 ROLES = {"forward": ("activation", "weight"), "input": ("gradient", "weight"), "weight": ("activation", "gradient")}

@@ -24,6 +24,7 @@ from platform.plan.operations.adapted import add_products_of_adapters
 from platform.plan.operations.op import Gradients, MeteredStorage, Op, Saved, Value, global_extents
 from platform.plan.operations.scaled_products import keep_blocks, list_maxima, plan_scaled_products
 from platform.plan.planner import Planner
+from platform.plan.quantisation import EXACT, SCALE_BYTES
 from platform.plan.rule import Contraction, Conversion
 from platform.plan.scheme import ModelMistake
 
@@ -260,9 +261,10 @@ def meter_converted_group(
     def meter_operand_gradients(held: tuple) -> Gradients:
         """Count the memory of the gradients of operands and biases, in place where possible."""
         cast = ops.new(width) if scaled else _meter_cast(ops, group, held[0], width)
-        read = cast, _meter_scaled_operands(ops, group, [width, *lengths])  # noqa: F841  (until all is reduced)
-        # all gradients are there until the first is reduced, but for sums in place
+        # all gradients are there until the first is reduced, but for sums in place, which have their memory before
         stays = [not e.operand.backward and ops.adds_in_place(k) for k, e in zip(keys, einsums, strict=False)]
+        read = cast, _meter_scaled_operands(ops, group, [width, *lengths])  # noqa: F841  (until all is reduced)
+        ops.new(max((n for s, n in zip(stays, sizes, strict=True) if s), default=0) * group.is_scaled)  # beside the sum
         products = [None if s else _meter_operand_gradient(ops, group, n) for s, n in zip(stays, sizes, strict=True)]
         steps = [g and ops.relayout_backward(g, n, e.operand) for g, n, e in zip(products, sizes, einsums, strict=True)]
         steps += [ops.new(n) for n in added]
@@ -321,21 +323,25 @@ def _meter_cast(ops, group: EinsumGroup, operand: MeteredStorage | None, element
 
 
 def _meter_scaled_operands(ops, group: EinsumGroup, sizes: Sequence[int]) -> list[MeteredStorage]:
-    """Count the operands of a group's products in 8 bits, of so many elements, each first as numbers to be scaled in
-    the type of statistics. The largest two are numbers again at a time."""
-    if not group.is_scaled:
+    """Count the operands of a group's products in 8 bits, of so many elements, and their scales; each is first in the
+    type of statistics. The largest two are numbers again at a time."""
+    how = next((e.scaled.how for e in group.einsums if e.scaled), None)
+    if how is None:
         return []
     held = []
     for n in sizes:
-        scratch = ops.new(n), ops.new(n, ops.wide)
-        held.append(ops.new(n, 1))
+        scales = n // how.block if how.scale in EXACT else 0
+        scratch = ops.new(n), ops.new(n, ops.wide), ops.new(2 * scales, SCALE_BYTES)
+        held += [ops.new(n, 1), ops.new(scales, SCALE_BYTES)]
         del scratch
-    return [*held, *(ops.new(n) for n in sorted(sizes)[-2:])]
+    return [*held, *(ops.new(n, 0 if how.powers else ops.wide) for n in sorted(sizes)[-2:])]
 
 
 def _meter_operand_gradient(ops, group: EinsumGroup, elements: int, scaled: Sequence[int] = ()) -> MeteredStorage:
-    """Count the gradient of an operand of an einsum group, whose factors, of such sizes, are `scaled` to 8 bits."""
+    """Count the gradient of an operand of an einsum group, whose factors, of such sizes, are `scaled` to 8 bits: then
+    each product is beside the sum."""
     product = _meter_cast(ops, group, None, elements), _meter_scaled_operands(ops, group, scaled)  # noqa: F841
+    product += (ops.new(elements),) if group.is_scaled and scaled and len(group.einsums) > 1 else ()
     return ops.new(elements)
 
 
@@ -364,17 +370,22 @@ def _meter_panels(ops, group: EinsumGroup, x: Value, operands: Sequence[Value], 
     local = [ops.relayout_forward(w, e.operand) for w, e in zip(operands, einsums, strict=True)]
     sizes = [w.elements for w in local]
     axes = [panels.x_axes, *(panels.operand_axes for _ in einsums)]
-    pairs = zip([x.elements, *sizes], axes, strict=True)
+    pairs = [*zip([x.elements, *sizes], axes, strict=True)]
     panel_elements = sum(panels.panel_elements(n, a, mesh) if a else 0 for n, a in pairs)  # no axes: a view
     panel_results = [ops.block(out) for out in outs]
-    ops.new(2 * panel_elements + sum(y.elements for y in panel_results))
+    in_bits = [panels.panel_elements(n, a, mesh) if a else n // panels.count for n, a in pairs]
+    passing = ops.new(2 * panel_elements + sum(y.elements for y in panel_results))
+    _meter_scaled_operands(ops, group, in_bits)
+    del passing
     kept_operands = [w if e.regathered else moved for w, moved, e in zip(operands, local, einsums, strict=True)]
-    width = x.elements
+    width, lengths = x.elements, [y.elements for y in panel_results]
 
     def meter_backward(gs: Gradients, saved: Saved) -> Gradients:
         """Count the memory of the gradients of x and the operands, a panel at a time."""
         dx, *dws = (ops.new(n) for n in (width, *(0 if e.frozen else n for n, e in zip(sizes, einsums, strict=True))))
-        ops.new(panel_elements * (panels.count + 1))  # parts of all panels until reduced, and the last panel
+        passing = ops.new(panel_elements * (panels.count + 1))  # parts of all until reduced, and the last panel
+        _meter_scaled_operands(ops, group, [*lengths, *in_bits])
+        del passing
         gradients = zip(dws, sizes, einsums, strict=True)
         return [dx, *(None if e.frozen else ops.relayout_backward(w, n, e.operand) for w, n, e in gradients)]
 
