@@ -41,10 +41,33 @@ def history(c: Config) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], list[d
     return rows, tensors, formed
 
 
-def test_a_spare_takes_the_seat_and_no_bit_changes(tmp_path):
+NARROW: dict[str, Any] = {"precision": "fp8", "d_model": 32, "heads": 4, "dropout": 0.0}
+FORMS = {  # names of keys -> their values
+    "plain": {},
+    "states and masters away": {"optimizer.offload": "states+masters"},
+    "8 bits": {"quantise.block": 8},
+    "8 bits, halves away": {
+        "quantise.scale": "row",
+        "optimizer.masters": "split",
+        "optimizer.offload": "states+masters",
+    },
+}
+
+
+def formed_as(name: str, directory: Path) -> Config:
+    c = configured(directory, data=2, zero=1, **(NARROW if name != "plain" else {}))
+    c.precision = "bf16" if name == "states and masters away" else c.precision
+    for key, value in FORMS[name].items():
+        group, _, field = key.partition(".")
+        setattr(getattr(c, group), field, value)
+    return c
+
+
+@pytest.mark.parametrize("name", [n if n == "plain" else pytest.param(n, marks=pytest.mark.full) for n in FORMS])
+def test_a_spare_takes_the_seat_and_no_bit_changes(name, tmp_path):
     """What the survivor holds in memory is where both go on; the step in which one was killed is done again."""
-    rows, tensors, formed = history(configured(tmp_path / "undisturbed", data=2, zero=1))
-    c = configured(tmp_path / "killed", data=2, zero=1)
+    rows, tensors, formed = history(formed_as(name, tmp_path / "undisturbed"))
+    c = formed_as(name, tmp_path / "killed")
     c.elastic.faults, c.elastic.spares = ["3:kill:1:backward"], 1
     rows2, tensors2, formed2 = history(c)
     assert len(formed) == 1 and formed2 == formed * 2

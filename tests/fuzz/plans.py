@@ -123,7 +123,8 @@ def check_no_bit_changes(c: Config, masters: str, ranks: Ranks = on_threads) -> 
             found.append([work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else ranks(one, plan, work))
     for ours, theirs in zip(*found, strict=True) if found else ():
         for name, x in ours.items():
-            assert torch.equal(x.view(torch.int32), theirs[name].view(torch.int32)), f"{name} in host memory"
+            bits = (w.flatten().view(torch.uint8) for w in (x, theirs[name]))
+            assert torch.equal(*bits), f"{name} in host memory"
 
 
 @contextmanager

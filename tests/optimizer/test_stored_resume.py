@@ -12,7 +12,7 @@ from platform.checkpoint.catalogue import choose_attempt_directory, commit_check
 from platform.checkpoint.manifest import Meta, Refused
 from platform.config.fields import Config
 from platform.optimizer.stored_states import decode_blocks, encode_blocks
-from tests.harness.commands import QUICK, SMALL, in_this_process
+from tests.harness.commands import QUICK, SMALL, in_this_process, lines
 from tests.harness.oracle import configure
 from tests.optimizer.test_stored_states import PLANS, WIDE
 from tests.train.recovery.test_resume import ranks, whole
@@ -146,3 +146,15 @@ def test_a_run_says_that_it_converts(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "changed  optimizer.moments: int8 there, fp32 here" in done.stdout
     assert "changed  optimizer.masters: fp32 there, split here" in done.stdout
+
+
+@pytest.mark.full
+def test_a_run_goes_on_in_8_bits_and_back_and_says_so(tmp_path):
+    run = [QUICK, *SMALL, "cluster=inline", "tensor=serial", "parallel.data=1", "data=synthetic", "eval.every=0"]
+    for step, (precision, there) in enumerate([("bf16", ""), ("fp8", "bf16"), ("bf16", "fp8")], 1):
+        done = in_this_process(
+            *run, "run.dir=run", "train.steps=6", f"train.stop_at={2 * step}", f"precision={precision}", cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not there or f"changed  precision: {there} there, {precision} here" in done.stdout, done.stdout
+    assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "loss" in row][-1] == 6
