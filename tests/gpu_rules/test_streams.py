@@ -195,6 +195,7 @@ CASES = {
     "generation, zero=3": Case({**TWO, "zero": 3}, write),
     "generation, zero=1": Case({**TWO, "zero": 1}, write_after),
     "forming": Case({**PAIR, "layers": 1}, form),
+    "rows in 8 bits, 1d": Case({"tensor": "1d", **T}, settings={"quantise.scale": "row"}),  # whose ranks take maxima
 }
 MORE = {
     "zero=3, 1d": Case({**TWO, **T, "zero": 3, "tensor": "1d"}),
@@ -233,6 +234,8 @@ MORE = {
     "masters away, averages": Case(
         TWO, stream_states, settings={"optimizer.offload": "states+masters", "train.ema": 0.9, "eval.averaged": True}
     ),
+    "tensors in 8 bits, 3d": Case({"tensor": "3d", **XYZ}, settings={"quantise.scale": "tensor"}),
+    "blocks in 8 bits, zero=3": Case({**TWO, "zero": 3}, settings={"quantise.scale": "block", "quantise.block": 8}),
     "snapshot, zero=1": Case({**TWO, "zero": 1}, snapshot),
     "generation, last stage": Case(PAIR, write, rank=1),
     "comparison": Case({**TWO, "zero": 1}, compare),
