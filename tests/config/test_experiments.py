@@ -6,8 +6,10 @@ import shlex
 import pytest
 
 from platform.launch import CONF, compose_config
+from platform.plan.accelerators import nominal_memory
 from platform.plan.model_types import PAIR_LOSSES
 from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import predict_footprints
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
 from tests.weights.written import written
@@ -205,3 +207,16 @@ def test_gpt175b_shrinks_to_a_laptop():
     config = compose_config(["+experiment=gpt175b", *shrunk.split(), *rest.split()])
     assert (config.model.layers, config.tensor.axes, config.precision) == (2, {"t": 2}, "bf16")
     assert make_plan(config).mesh.world_size == 4
+
+
+def test_llama_in_8_bits_fits_and_shrinks_to_a_laptop():
+    config = compose_config(["+experiment=llama_8b_fp8"])
+    plan = make_plan(config)
+    assert plan.mesh.world_size == 8 and plan.has_scaled_products
+    assert max(f.total_bytes for f in predict_footprints(config, plan)) < 0.7 * (nominal_memory("H100") or 0)
+    text = (CONF / "experiment" / "llama_8b_fp8.yaml").read_text()
+    shrunk = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    small = compose_config(
+        ["+experiment=llama_8b_fp8", *(w for w in shrunk.partition("laptop:")[2].split() if "=" in w)]
+    )
+    assert make_plan(small).mesh.world_size == 2 and make_plan(small).has_scaled_products
