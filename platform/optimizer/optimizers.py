@@ -94,8 +94,7 @@ def _newton_schulz_bytes(plan: Plan, p: Parameter, wide: int) -> int:
 
 
 def iterate_updated_parts(plan: Plan, at: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield (name, elements) for each parameter of which the optimizer of the worker at mesh coordinates `at` updates a
-    part: the entries of `OptimizerUpdate.parts`."""
+    """Yield (name, elements) of the parts that the optimizer at `at` updates (`OptimizerUpdate.parts`)."""
     for p in plan.stage_part(at["stage"]).parameters:
         if p.name not in plan.frozen and plan.has_block(p, at):
             start, stop = plan.shard_range(p, at)

@@ -66,8 +66,7 @@ class ScaledProducts:
 
 
 def arrange_product(x: T, weight: T, out: T, product: str) -> tuple[T, T, T]:
-    """Return what an einsum has of its activation, weight and output, such as their dims, in the order of one of its
-    three products: both operands, as ROLES has them, and the result."""
+    """Return an einsum's values of activation, weight and output as operands and result of one of its products."""
     return {"forward": (x, weight, out), "input": (out, weight, x), "weight": (x, out, weight)}[product]
 
 

@@ -210,8 +210,7 @@ def _remove_last_gather(c: Conversion, position: int, mesh: Mesh) -> tuple[Conve
 
 
 def _group_collectives(planner: Planner, group: EinsumGroup, only: tuple[str, ...]) -> list[Collective]:
-    """Return every collective, forward and backward, of a group of einsums that the ranks at index 0 of the axes `only`
-    compute."""
+    """Return every collective of a group of einsums that the ranks at index 0 of the axes `only` compute."""
     collectives = planner.collectives_of_conversion(group.x, group.regathered)
     if panels := group.panels:
         collectives += _list_panel_collectives(planner, panels, panels.x_axes, group.x, only, frozen=False)
@@ -241,9 +240,8 @@ def _list_panel_collectives(
 def meter_converted_group(
     ops, planned, number: int, x: Value, operands, biases, deferred, *, outs=(), scaled: bool = False
 ) -> list[Value]:
-    """Count the memory of group `number` of an operation's einsums of x with `operands`, as the runtime computes it:
-    gather, multiply, add `biases`, convert the results; return them, of the types `outs` if they may be left out.
-    `scaled`: gradients of operands are products of a multiple of x, and if reduced, added with others."""
+    """Return group `number` of an operation's einsums of x with `operands`, of types `outs` if they may be left out;
+    count its memory. `scaled`: gradients of operands are products of a multiple of x, and are added with others."""
     group, use = planned.groups[number], (planned.operation.kind, planned.operation.name, number)
     einsums, converted_operands = group.einsums, ops.operands(use, group, operands)
     converted = ops.relayout_forward(x, group.x), *converted_operands
@@ -323,8 +321,7 @@ def _meter_cast(ops, group: EinsumGroup, operand: MeteredStorage | None, element
 
 
 def _meter_scaled_operands(ops, group: EinsumGroup, sizes: Sequence[int]) -> list[MeteredStorage]:
-    """Count the operands of a group's products in 8 bits, of so many elements, and their scales; each is first in the
-    type of statistics. The largest two are numbers again at a time."""
+    """Count the operands of a group's products in 8 bits, of so many elements. The largest two are numbers again."""
     how = next((e.scaled.how for e in group.einsums if e.scaled), None)
     if how is None:
         return []
@@ -338,10 +335,9 @@ def _meter_scaled_operands(ops, group: EinsumGroup, sizes: Sequence[int]) -> lis
 
 
 def _meter_operand_gradient(ops, group: EinsumGroup, elements: int, scaled: Sequence[int] = ()) -> MeteredStorage:
-    """Count the gradient of an operand of an einsum group, whose factors, of such sizes, are `scaled` to 8 bits: then
-    each product is beside the sum."""
+    """Count the gradient of an operand of an einsum group, whose factors, of such sizes, are `scaled` to 8 bits."""
     product = _meter_cast(ops, group, None, elements), _meter_scaled_operands(ops, group, scaled)  # noqa: F841
-    product += (ops.new(elements),) if group.is_scaled and scaled and len(group.einsums) > 1 else ()
+    product += (ops.new(elements),) if group.is_scaled and scaled and len(group.einsums) > 1 else ()  # beside the sum
     return ops.new(elements)
 
 
