@@ -6,7 +6,7 @@ They are written against `Ops` and name neither collectives nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -273,13 +273,13 @@ class Stack(Layer):
         the Specs of its activations; `causal`: True if a token sees only earlier ones; `memory`: the Specs of the
         encoder's stack that the blocks attend to, or None; `only`: the number of its one block, which has the norm."""
         self.config, self.shapes, self.causal = c, shapes, causal
-        table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
-        self.relative = table if c.positions == "relative" else None
         names = {f"{prefix}layers.{i}": i for i in (range(c.layers) if only is None else [only])}
         more: dict[str, Any] = {"causal": causal, "memory": memory}
         self.blocks = {
             n: TransformerBlock(n, rotate_layer(c, i), shapes, **more, **layer_kind(c, i)) for n, i in names.items()
         }
+        table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
+        self.relative = table if c.positions == "relative" and _attend(self.blocks.values()) else None
         self.units = tuple(names)
         norm = f"{prefix}norm" if only is None else f"{self.units[0]}.norm"
         self.norm = None if c.post_norm else Norm.build_model_norm(norm, c)
@@ -308,7 +308,7 @@ class Stack(Layer):
         if not blocks:
             return x, auxiliary
         bias = None
-        if self.relative:
+        if self.relative and _attend(blocks):
             options: Mapping[str, Any] = {"bidirectional": not self.causal, "distance": self.config.distance}
             keys = ops.remembered(s.core_query) if self.causal else s.core_query
             bias = ops.relative_bias(self.relative, scores_spec(s.core_query, keys), **options)
@@ -334,6 +334,11 @@ class Stack(Layer):
             x, loss = output if isinstance(output, tuple) else (output, None)
             auxiliary = _add_optional(ops, auxiliary, loss)
         return self.norm(ops, x, s.stream) if self.norm and self.units[-1] in units else x, auxiliary
+
+
+def _attend(blocks: Iterable[TransformerBlock]) -> bool:
+    """Return True if any of the blocks has attention, and no delta rule in its place."""
+    return any(not isinstance(block.attention, DeltaNet) for block in blocks)
 
 
 def _add_optional(ops: Ops, one: Any, other: Any) -> Any:

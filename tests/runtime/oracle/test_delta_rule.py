@@ -31,7 +31,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "2d, documents": {"tensor": "2d", "axes": {"r": 2, "c": 2}, "within_documents": True},
     "experts, zero": {"data": 2, "zero": 3, "global_batch": 16, "experts_of": 2, **ROUTED},
     "dsp": {"branch": "dsp", "branch_axes": {"g": 2}, "microbatch": 4},
-    "3d, experts": {"tensor": "3d", "axes": {"x": 1, "y": 2, "z": 2}, "capacity_factor": 0.0, **ROUTED},
+    "3d, experts": {"tensor": "3d", "axes": {"x": 2, "y": 1, "z": 2}, "capacity_factor": 0.0, **ROUTED},
     "every layer, interleaved": {"linear_layers": [0, 1, 2, 3], "layers": 4, "pipeline": "interleaved", "stages": 2,
                                  "chunks": 2, "bias": True, "attention_bias": "all"},
     "context, documents": {"context": 2, "within_documents": True},
@@ -40,6 +40,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "ring, zero": {"context": 2, "context_kind": "ring", "data": 2, "zero": 3, "global_batch": 16},
     "nested, stages": {"context": 4, "context_kind": "nested", "context_heads": 2, "linear_key_heads": 4,
                        "kv_heads": 4, "pipeline": "1f1b", "stages": 2},
+    "relative, a stage without attention": {"positions": "relative", "rope_share": 1.0, "linear_layers": [0, 1],
+                                            "layers": 4, "pipeline": "1f1b", "stages": 2, "data": 2},
+    "relative, no attention": {"positions": "relative", "rope_share": 1.0, "linear_layers": [0, 1], "tensor": "3d",
+                               "axes": {"x": 2, "y": 1, "z": 2}, "layers": 2},
     "biases, 1d": {"tensor": "1d", "axes": {"t": 2}, "attention_bias": "qkv", "linear_value_heads": 2},
 }  # fmt: skip
 
