@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
+from itertools import groupby
 from typing import Any
 
 from platform.plan.model_types import RANK, Adapter, Parameter, Spec
@@ -33,11 +34,15 @@ def _multiply_adapters(
     adapters: list[Adapter] = [adapter for adapter in by_weight if adapter]
     if not adapters:
         return by_weight
-    narrow = narrow_type(spec, adapters[0].down)
-    x = ops.dropout(adapters[0].down.name, x, spec, adapters[0].dropout)
-    hidden = iter(ops.project(x, spec, [a.down for a in adapters], [narrow] * len(adapters), (), counts))
+    narrow, hidden = narrow_type(spec, adapters[0].down), dict[str, Any]()
+    # a mask is of one layer, though a group has keys and values of all layers of a pipeline stage that cross
+    for _, sharing in groupby(adapters, lambda a: a.down.name.split(".")[:-2] if a.dropout else []):
+        names = {a.down.name: a.down for a in sharing}
+        dropped = ops.dropout(next(iter(names)), x, spec, adapters[0].dropout)
+        products = ops.project(dropped, spec, [*names.values()], [narrow] * len(names), (), counts)
+        hidden |= zip(names, products, strict=True)
     return [
-        a and ops.project(ops.scale(next(hidden), narrow, a.scale), narrow, (a.up,), (out,), (), counts)[0]
+        a and ops.project(ops.scale(hidden[a.down.name], narrow, a.scale), narrow, (a.up,), (out,), (), counts)[0]
         for a, out in zip(by_weight, outs, strict=True)
     ]
 

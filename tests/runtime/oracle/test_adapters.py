@@ -105,6 +105,12 @@ def test_special_ones_too(name):
     assert tune is not EVERYWHERE or {"embedding", "head", "query", "down"} <= adapted
 
 
+def test_masks_of_crossing_layers_are_each_layers_own():
+    """However many layers of a stage have their keys and values of the encoder's output in one group."""
+    tune = {**TUNE, "targets": ["cross.*"], "dropout": 0.25}
+    prove(tuned("t5", tune, pipeline="interleaved", stages=2, chunks=3, microbatch=2, layers=2))
+
+
 @pytest.mark.parametrize(
     "scheme", [("serial", {}), ("1d_sp", {"t": 2}), pytest.param(("3d", {"x": 2, "z": 2}), marks=full)], ids=str
 )
