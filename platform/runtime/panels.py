@@ -318,7 +318,7 @@ class _Panels(torch.autograd.Function):
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         communicator, plan, hiding = ctx.options
         reader, sums = _PanelPairs(plan, (q, k, v), bias, hiding), [_PairGradientSum(x) for x in (q, k, v)]
-        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()  # torch's kernels take no other
+        gradient = _join_last_dim(gradient)
         dbias = None if bias is None else torch.zeros_like(bias)
         results = gradient, out, finite_log_sum_exp(lse)
         turns = _iterate_panels(communicator, plan, k, v, AGAIN)
@@ -357,7 +357,7 @@ def attend_panels(
     """Compute attention of q [batch, heads, length, d_kv], whose positions are `plan.queries`, to the keys and values
     of all ranks of the plan, of which k and v, of perhaps fewer heads, are this rank's. `sink` [heads]: a score of each
     query without a value; `bias` [1, heads, length, memory_length of all positions]: added to the scores."""
-    return _Panels.apply(communicator, plan, hiding or Hiding(), *qkv, sink, bias)
+    return _Panels.apply(communicator, plan, hiding or Hiding(), *map(_join_last_dim, qkv), sink, bias)
 
 
 def attend_split_keys(
@@ -366,9 +366,15 @@ def attend_split_keys(
     """Compute attention of q, which all ranks along the axes `over` have, to keys and values of which each has a part,
     without a gradient. The greatest log-sum-exp of each row, then the rows' weighted results with their weights, are
     reduced over the ranks: their bytes grow with the rows, not with the keys."""
-    merged_result = _attend_all_panels(communicator, plan, qkv, hiding)
+    q, k, v = map(_join_last_dim, qkv)
+    merged_result = _attend_all_panels(communicator, plan, (q, k, v), hiding)
     out, lse = merged_result.result_so_far(), merged_result.lse
     top = communicator.launch("all_reduce", lse.clone(), over, reduce="max", owned=True).wait()
     weight = torch.exp(lse - top).unsqueeze(-1)
     weighted_sums = communicator.launch("all_reduce", torch.cat((out * weight, weight), -1), over, owned=True).wait()
-    return (weighted_sums[..., :-1] / weighted_sums[..., -1:]).to(qkv[0].dtype)
+    return (weighted_sums[..., :-1] / weighted_sums[..., -1:]).to(q.dtype)
+
+
+def _join_last_dim(x: Tensor) -> Tensor:
+    """Return x with its last dim in one piece: torch's kernels, called past its own checks, read no other rightly."""
+    return x if x.stride(-1) == 1 else x.contiguous()

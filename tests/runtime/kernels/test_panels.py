@@ -436,3 +436,16 @@ def test_kernels_of_gpus_take_what_they_are_given(name, masked):
     assert (out.shape, lse.shape) == (given[0].shape, (2, 4, 40))
     found = kernel.backward(make(out.shape), given, (out, lse), what)
     assert [x.shape for x in found[:3]] == [x.shape for x in given]
+
+
+def test_queries_whose_last_dim_is_in_pieces():
+    """As a product leaves them that d_kv divides over ranks: torch's kernel reads elements beside theirs."""
+    x = [tensors(CASES["causal"])[name] for name in "qkv"]
+    plan = PanelAttention([Stretch(0, LENGTH)], [[Stretch(0, LENGTH)]], (), "flash", SCALE, True)
+    pieces = [t.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for t in x]
+    assert all(t.stride(-1) > 1 for t in pieces)
+    alone = SingleRank(Mesh.arrange_axes({"data": 1}))
+    assert torch.equal(attend_panels(alone, plan, tuple(pieces)), attend_panels(alone, plan, tuple(x)))
+    split = [run_threads(alone.mesh, lambda one, of=of: panels.attend_split_keys(one, plan, of, Hiding(), ("data",)))
+             for of in (pieces, x)]  # fmt: skip
+    assert torch.equal(split[0][0], split[1][0])
