@@ -109,7 +109,9 @@ def draw_lessons(r: Random, configs: Sequence[Config], need: Mapping[str, int], 
     moments, and what adapters are of. `need`: what layouts need of dims; `path`: any file."""
     model, train, data = configs[0].model, configs[0].train, configs[0].data
     invented = model.kind == "decoder" and data.kind == Data().kind and not (data.objective or model.predict_ahead)
-    lesson = r.choice(("", "pairs", "teacher")) if invented and not (train.loss or model.label_smoothing) else ""
+    lesson = (
+        r.choice(("", "pairs", "teacher", "teacher")) if invented and not (train.loss or model.label_smoothing) else ""
+    )
     loss, settings = r.choice(PAIR_LOSSES), {"beta": 0.3, "margin": 0.5}
     taught = {"weight": 0.7, "direction": r.choice(("forward", "reverse")), "top": r.choice((0, 3)), "temperature": 2.0}
     narrow = r.random() < 0.2 and configs[0].optimizer.kind in ("adamw", "sgd") and configs[0].optimizer.momentum > 0

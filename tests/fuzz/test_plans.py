@@ -119,7 +119,7 @@ def test_negative_control_forgotten_microbatches(monkeypatch):
 
 def test_negative_control_averages_of_another_decay(monkeypatch):
     average = RankWeights.update_averages
-    wrong = lambda self, decay: average(self, decay / (1 + (self._plan.mesh.world_size > 1)))  # noqa: E731
+    wrong = lambda self, decay, *of: average(self, decay / (1 + (self._plan.mesh.world_size > 1)), *of)  # noqa: E731
     monkeypatch.setattr(RankWeights, "update_averages", wrong)
     with pytest.raises(AssertionError, match="average of"):
         run(plans, SEED, COUNT)
