@@ -157,8 +157,7 @@ class Corpus:
 
     @cached_property
     def counts_by_reading(self) -> bool:
-        """Return True if counting labels may read samples: a user's objective says how many there are, a stream's
-        blocks are opened for it, or ids alone tell documents apart."""
+        """Return True if counting labels may read samples, as an index or a closed form does not have the number."""
         if not isinstance(causal := self.objective, Causal):
             return isinstance(causal, UserObjective)
         every = [stream for part in self.parts for stream in part.streams.values()]

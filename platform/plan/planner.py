@@ -195,15 +195,15 @@ class Planner:
         return tuple(cut for i, cut in self.find_cuts(tensor, layout) if tensor.dims[i] in dims)
 
     def plan_contraction(self, operands: Sequence[Tensor], out: Spec, first: Layout | None = None) -> Contraction:
-        """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
-        for the `first` operand, if a layout is given; local shapes are filled in."""
+        """Return the contraction of operands to `out`, computed once: see `_compute_contraction`."""
         key = *map(nameless_tensor, operands), out, first
         if key not in self._contractions:  # an operation asks for it, and then the sum of its parameters' gradients
             self._contractions[key] = self._compute_contraction(operands, out, first)
         return self._contractions[key]
 
     def _compute_contraction(self, operands: Sequence[Tensor], out: Spec, first: Layout | None) -> Contraction:
-        """Compute a contraction of operands, without the cache of `plan_contraction`."""
+        """Apply the communication rule's `contract` to operands and their product `out`, all in their own layouts but
+        for the `first` operand, if a layout is given; local shapes are filled in."""
         layouts = [self.layout(t) if i or first is None else first for i, t in enumerate(operands)]
         terms = [(t.dims, layout, isinstance(t, Parameter)) for t, layout in zip(operands, layouts, strict=True)]
         c = contract_layouts(terms, (out.dims, self.layout(out)), self.row_expert_axes(out))

@@ -506,8 +506,7 @@ class Communicator(ABC):
         """Broadcast the `text` of rank 0, which alone gives one, and return it. Not counted."""
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Sum every rank's `numbers` in host memory, in the ranks' order; return the sums on all ranks, which call it
-        together. Not counted."""
+        """Return the sums of every rank's `numbers`, in the ranks' order, through host memory; all call it together."""
         rows = self.collect_numbers(torch.tensor(numbers, dtype=torch.float64))
         sums: list[float] = json.loads(self.broadcast_text(None if rows is None else json.dumps(rows.sum(0).tolist())))
         return sums

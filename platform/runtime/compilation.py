@@ -240,18 +240,16 @@ def select_attention_kernel(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _restrict_attention_kernel(name: str) -> Iterator[None]:
-    """Restrict torch's scaled_dot_product_attention to one kernel within the context, one thread at a time. A package's
-    flash kernels stay in torch's place, as backward passes come later, until another kernel of that kind is named."""
+    """Restrict torch's scaled_dot_product_attention to one kernel within the context, one thread at a time."""
     with _CHOOSING, sdpa_kernel(_BACKENDS[name]):
-        package = FLASH_PACKAGES.get(name)
+        package = FLASH_PACKAGES.get(name)  # its kernels stay behind the context, for backward passes
         if _BACKENDS[name] == SDPBackend.FLASH_ATTENTION and current_flash_attention_impl() != package:
             activate_flash_attention_impl(package) if package else restore_flash_attention_impl()
         yield
 
 
 def name_attention_kernel(device: str, dtype: torch.dtype, d_kv: int) -> str:
-    """Return the name, one of KERNELS, of the kernel that torch chooses by itself for causal attention with heads of
-    width `d_kv`; the device's generation and the versions of CUDA and cuDNN count."""
+    """Return the kernel, one of KERNELS, that torch chooses by itself here for causal attention in heads of `d_kv`."""
     x = torch.zeros(1, 1, 8, d_kv, dtype=dtype, device=device, requires_grad=True)
     choice = SDPBackend(torch._fused_sdp_choice(x, x, x, is_causal=True))
     return next(name for name, backend in _BACKENDS.items() if backend == choice)
