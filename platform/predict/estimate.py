@@ -87,8 +87,8 @@ def share_units(units: Sequence[tuple[float, bool]], stages: int, chunks: int) -
 
 class _ParameterCosts(NamedTuple):
     """Costs of parameters on a worker: bytes of `state`, of all and of a deep layer (`layer_state`); seconds in which
-    gradients are summed (`reduces`), of all and of the `last` bucket, and parameters gathered (`gathers`); and elements
-    `updated`."""
+    gradients are summed (`reduces`), of all and of the `last` bucket, and parameters gathered (`gathers`); elements
+    `updated`; bytes a deep layer has `whole` at work under ZeRO-3: weights, gradients, the next layer's weights."""
 
     state: Column
     layer_state: Column
@@ -96,6 +96,7 @@ class _ParameterCosts(NamedTuple):
     last: Column
     gathers: Column
     updated: Column
+    whole: Column
 
 
 def once_each(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,7 +289,8 @@ class Estimator:
             moved = elements_at_once * (kept if what == QUANTISED else compute) / shards
             gather = self.collective_seconds("all_gather", axes, moved) if zero == 3 or (zero and is_trained) else 0.0
             updated = is_trained * elements / state
-            more = elements * held, of_layer * held, buckets * each, each, buckets * gather, updated
+            whole = of_layer * compute * (1 + self.setting.overlap + is_trained) * (zero == 3) * (shards > 1)
+            more = elements * held, of_layer * held, buckets * each, each, buckets * gather, updated, whole
             costs = _ParameterCosts(*(total + part for total, part in zip(costs, more, strict=True)))
         return costs
 
@@ -395,7 +397,9 @@ class Estimator:
         seconds = self._passes_seconds(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)
         parameters = self._parameter_seconds(mode.zero, mode.chunks, mode.recompute)
         memory = self._activation_bytes(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)[rows]
+        at_once = mode.recompute_every if mode.recompute == "full" else 1  # layers, whose gradients come together
         memory = memory + self._stage_state(mode.zero, mode.chunks)[rows]
+        memory = memory + at_once * self._parameter_costs(mode.zero).whole[rows]
         if self.setting.libraries:
             memory = memory * (1 + ROUNDING) + overhead_bytes(GROUPS, 0, 0)
         return seconds[rows] + parameters[rows], memory
