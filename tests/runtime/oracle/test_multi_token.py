@@ -56,7 +56,7 @@ def legal(case) -> bool:
 CASES = product(FACTORS, legal)
 PLAIN = {
     "scheme": ["1d_sp", "3d"],
-    "kind": ["two tokens, tied", "latents and experts"],
+    "kind": ["two tokens, tied", "latents and experts", "documents"],
     "branch": ["none"],
     "zero": [0, 3],
     "recompute": ["none", "full"],
