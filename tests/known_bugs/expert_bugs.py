@@ -15,6 +15,7 @@ EXPERTS = "runtime/oracle/test_experts.py::test_equals_one_process"
 PLAIN = "runtime/oracle/test_experts.py::test_equals_plain_pytorch"
 UNEQUAL = "runtime/oracle/test_experts.py::test_replicas_with_unequal_numbers_of_sequences"
 PRECISION = "runtime/oracle/test_router_precision.py::test_scores_and_weights_are_those_of_fp32"
+ADAPTERS = "runtime/oracle/test_adapters.py::test_special_ones_too"
 LATENT = "runtime/oracle/test_latent_attention.py::test_equals_one_process"
 LOGITS = "weights/test_families.py::test_logits_are_equal"
 STACKS = "weights/test_start.py::test_stacks_and_separate_experts_are_the_same_weights"
@@ -137,6 +138,11 @@ EXPERT_BUGS = (
         "vLLM #37856", "shared experts of split ranks are not summed", "no sum of their result", EXPERTS,
         {"kind": "shared", "scheme": "1d"},
         change=steps("project", "*.shared.down", "0 0 output", "forward", without("all_reduce")),
+        line="is partial over t, and has to be whole"),
+    KnownBug(
+        "Megatron-Bridge #5634, #5635", "an adapter of experts that ranks split adds a part where the whole is due",
+        "no sum of what goes down to its rank", ADAPTERS, {"name": "experts, 1d"},
+        change=steps("project", "*.experts.down.lora_a", "0 0 output", "forward", without("all_reduce")),
         line="is partial over t, and has to be whole"),
     KnownBug(
         "Megatron-LM #6839", "the part of latent attention's keys that all heads share gets the gradient of one rank's"

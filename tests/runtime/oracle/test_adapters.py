@@ -89,9 +89,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
+DRAWN = "head and embedding", "dropout", "rows of experts", "experts, 1d"
+
+
 @pytest.mark.parametrize(
     "name",
-    [n if n in ("head and embedding", "dropout", "rows of experts") else pytest.param(n, marks=full) for n in SPECIAL],
+    [n if n in DRAWN else pytest.param(n, marks=full) for n in SPECIAL],
 )
 def test_special_ones_too(name):
     how = {**SPECIAL[name]}
