@@ -516,7 +516,7 @@ def _violations_of_objective(config: Config) -> Iterator[str]:
     data, m = config.data, config.model
     objective, legal = training_objective_name(config), OBJECTIVES[m.kind]
     kinds = _list_source_kinds(data)
-    wanted = {_PAIRED.get(kind, "") for kind in kinds}  # "": any objective but those of _PAIRED
+    wanted = {_PAIRED.get(kind, "") for kind in kinds}  # "": any objective that _PAIRED does not name
     by_objective = {o: o if o in _PAIRED.values() else "" for o in (*legal, objective)}
     if objective not in legal or wanted != {by_objective[objective]}:
         only = next(filter(None, sorted(wanted, reverse=True)), "")

@@ -60,15 +60,20 @@ def save_theirs(base: Path, folder: Path, **more) -> torch.Tensor:
     return logits(model)
 
 
+def check_passage(folder: Path, base: Path, adapted: torch.Tensor) -> None:
+    """Import the adapters in `folder`/theirs; merged, and as PEFT reads them again, they give the logits `adapted`."""
+    assert main(["import", str(folder / "theirs"), str(folder / "imported")]) == 0
+    assert main(["export", str(folder / "imported"), str(folder / "merged")]) == 0
+    torch.testing.assert_close(logits(load(folder / "merged")), adapted, rtol=0, atol=1e-5)
+    assert main(["export", str(folder / "imported"), str(folder / "back"), "--adapters"]) == 0
+    again = logits(peft.PeftModel.from_pretrained(load(base), folder / "back"))
+    torch.testing.assert_close(again, adapted, rtol=0, atol=1e-5)
+
+
 def test_ours_goes_on_with_theirs(tmp_path, capsys):
     base, targets = saved_base(tmp_path / "base"), ["q_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"]
     adapted = save_theirs(base, tmp_path / "theirs", r=3, lora_alpha=7, use_rslora=True, target_modules=targets)
-    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "imported")]) == 0
-    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "merged")]) == 0
-    torch.testing.assert_close(logits(load(tmp_path / "merged")), adapted, rtol=0, atol=1e-5)
-    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--adapters"]) == 0
-    again = logits(peft.PeftModel.from_pretrained(load(base), tmp_path / "back"))
-    torch.testing.assert_close(again, adapted, rtol=0, atol=1e-5)
+    check_passage(tmp_path, base, adapted)
     more = f"train.init={tmp_path / 'imported'} tune.rslora=true tune.alpha=7 train.steps=2".split()
     more += ["tune.targets=[query,value,down,embedding,head]", "tensor=serial", "parallel.data=1", "cluster=inline"]
     done = run(base, tmp_path / "run", *more, "optimizer.lr=0", "optimizer.warmup_steps=0", "optimizer.weight_decay=0")
@@ -137,12 +142,7 @@ def test_ours_goes_on_with_experts_of_theirs(tmp_path, kind, targets):
     base = saved_experts(kind, tmp_path / "base")
     how = {"target_modules": ["q_proj"], "target_parameters": targets}
     adapted = save_theirs(base, tmp_path / "theirs", r=3, lora_alpha=7, **how)
-    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "imported")]) == 0
-    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "merged")]) == 0
-    torch.testing.assert_close(logits(load(tmp_path / "merged")), adapted, rtol=0, atol=1e-5)
-    assert main(["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--adapters"]) == 0
-    again = logits(peft.PeftModel.from_pretrained(load(base), tmp_path / "back"))
-    torch.testing.assert_close(again, adapted, rtol=0, atol=1e-5)
+    check_passage(tmp_path, base, adapted)
     words = {BOTH[0]: ["experts.up", "experts.gate"], BOTH[1]: ["experts.down"]}
     chosen = ",".join(["query", *(word for target in targets for word in words[target])])
     more = f"train.init={tmp_path / 'imported'} tune.alpha=7 tune.targets=[{chosen}]".split()
