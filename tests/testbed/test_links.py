@@ -152,7 +152,8 @@ def daemons(first):
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.readlink(f"/proc/{pid}/ns/net") == there and DAEMON in Path(f"/proc/{pid}/cmdline").read_text():
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")  # empty while it begins to run another command
+            if os.readlink(f"/proc/{pid}/ns/net") == there and words[:2] == ["sleep", DAEMON]:
                 found.append(int(pid))
         except OSError:
             continue
