@@ -527,8 +527,9 @@ class Trainer:
     def _divide_gradients(self, divisor: float | Tensor) -> None:
         """Divide the reduced gradients by a number, or let the optimizer do so as it reads them."""
         if self._divides:
-            known = divisor if isinstance(divisor, Tensor) else torch.full((), divisor, device=self.communicator.device)
-            cast(Any, self.optimizer).grad_scale = known.float()
+            if not isinstance(divisor, Tensor):
+                divisor = torch.full((), divisor, dtype=torch.float64, device=self.communicator.device)
+            cast(Any, self.optimizer).grad_scale = divisor.float()  # inf, and no gradient is left, where fp32 ends
         elif gradients := [x for w in self.weights.updated_tensors.values() if (x := w.grad) is not None]:
             factor = 1 / divisor  # no gradients where a shard is padding alone
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)

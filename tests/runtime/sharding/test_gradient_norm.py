@@ -106,6 +106,20 @@ def test_clipping_follows():
     assert sqrt(sum(g.square().sum().item() for g in after.values())) == pytest.approx(c.optimizer.clip, rel=1e-5)
 
 
+@pytest.mark.parametrize("known_late", [False, True])
+def test_a_norm_that_fp32_does_not_hold_leaves_no_gradient(known_late):
+    """Whether the host knows the norm or the device alone does: the step is that of gradients of 0."""
+    c = configure(precision="fp32", layers=1)
+    plan, weights = make_plan(c), []
+    for gradient, norm in ((1e38, 1e39), (0.0, 0.0)):
+        trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+        for updated in trainer.weights.updated_tensors.values():
+            updated.grad = torch.full_like(updated, gradient, requires_grad=False)
+        trainer._update_weights(torch.tensor(norm, dtype=torch.float64) if known_late else norm, 1e-3)
+        weights.append({n: w.detach().clone() for n, w in trainer.weights.master.items()})
+    assert all(torch.equal(w, weights[1][n]) for n, w in weights[0].items())
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_a_gpu_squares_in_fp64(scale, monkeypatch):
     """By the calls that a GPU gets, on tensors of the CPU; a norm in fp32 is the control."""
