@@ -75,14 +75,20 @@ class Spec:
 
     def rename_dim(self, old: str, new: str) -> Spec:
         """Return the type of the same activation with its dim `old` called `new`."""
-        sizes = tuple((new if d == old else d, n) for d, n in self.sizes)
-        return replace(self, dims=tuple(new if d == old else d for d in self.dims), sizes=sizes)
+        return _rename_dim(self, old, new)
 
     def __str__(self) -> str:
         """Format this type of an activation as "region[dim dim ...]", then its dtype and `open`, if not the usual."""
         dtype = f" {self.dtype}" if self.dtype != "compute" else ""
         branch = f" of branch {self.place.number}" if self.place else ""
         return f"{self.region}[{' '.join(self.dims)}]{dtype}" + (f" of open {self.open}" if self.open else "") + branch
+
+
+@cache  # attention asks in each pass
+def _rename_dim(spec: Spec, old: str, new: str) -> Spec:
+    """Return the type of an activation with its dim `old` called `new`."""
+    sizes = tuple((new if d == old else d, n) for d, n in spec.sizes)
+    return replace(spec, dims=tuple(new if d == old else d for d in spec.dims), sizes=sizes)
 
 
 # role of a parameter that no gradient updates -> kind of training state that it is (`KIND.NAME` in a checkpoint)

@@ -96,7 +96,7 @@ class EinsumGroup:
     panels: Panels | None = None
     regathered: bool = False
 
-    @property
+    @cached_property
     def has_wide_dtype(self) -> bool:
         """Return True if the plan has this group's products computed in the type of statistics, by types of results."""
         return self.einsums[0].output.dtype == "accumulate"
@@ -106,12 +106,12 @@ class EinsumGroup:
         """Return the dims of x, the first operand that all einsums of this group of the plan share."""
         return self.einsums[0].x_dims
 
-    @property
+    @cached_property
     def is_frozen(self) -> bool:
         """Return True if no operand of this einsum group takes a gradient, for which x would be kept."""
         return all(e.frozen for e in self.einsums)
 
-    @property
+    @cached_property
     def is_scaled(self) -> bool:
         """Return True if any product of this planned group of einsums is in 8 bits."""
         return any(e.scaled for e in self.einsums)

@@ -85,7 +85,7 @@ class ChunkWork:
 
 
 # Python calls by which our host launches a kernel by itself, and in each pass a block that is compiled as one function:
-# 873 and 821 of a layer of GPT and of Llama in both passes, and 72 and 66 (benchmarks/host_cost.py).
+# 866 and 916 of a layer of GPT and of Llama in both passes, and 71 each (benchmarks/host_cost.py).
 CALLS_OF_KERNEL, CALLS_OF_BLOCK = 27, 35
 SUMMED = 8  # bytes per element of a weight, of whose gradient a sum in fp32 is read and written
 # Of one kernel of attention: its backward pass computes the scores again, five products for two, at a lower speed.

@@ -7,7 +7,7 @@ Scales of blocks are DeepSeek-V3's (2024, section 3.3.2), equal to torchao's; as
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -139,6 +139,12 @@ def arrange_as_matrices(x: Tensor, dims: Dims, shared: Dims, contracted: Dims, h
     return turned.reshape(prod(extents[d] for d in shared), prod(extents[d] for d in rows), inner)
 
 
+@cache
+def _find_plain_function(x: Dims, weight: Dims, out: Dims, product: str) -> Callable[..., Tensor]:
+    """Return the function of a `product` of an einsum in the compute type, as `local_einsum_function` has it."""
+    return local_einsum_function(*arrange_product(x, weight, out, product))
+
+
 class ScaledEinsums:
     """Products of a group of einsums in one pass, each operand of which is quantised once. `communicator`: takes
     maxima over ranks, as planned."""
@@ -150,9 +156,9 @@ class ScaledEinsums:
 
     def find_function(self, e: Einsum, product: str) -> Callable[..., Tensor]:
         """Return the function of a `product` of the einsum e, in 8 bits or as `local_einsum_function` has it."""
-        dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
         if e.scaled is None or product not in e.scaled.products:
-            return local_einsum_function(*dims)
+            return _find_plain_function(e.x_dims, e.dims, e.out_dims, product)
+        dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
         return partial(self._multiply, e.scaled, product, dims)
 
     def _multiply(

@@ -83,10 +83,12 @@ class _Einsums(torch.autograd.Function):
             return tuple(map(x.new_empty, left_out)) if left_out else joined.compute_outputs(converted_x, operands)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
-        arriving = coming.start_conversions(operands)
-        x = convert(communicator, x, group.x.forward).wait()
+        local: Sequence[Tensor] = operands
+        if not group.is_local:
+            arriving = coming.start_conversions(operands)
+            x = convert(communicator, x, group.x.forward).wait()
+            local = [c.wait() for c in arriving]
         ctx.of_x = x.shape, x.dtype
-        local = [c.wait() for c in arriving]
         coming.start_next_conversions()
         kept, *others = [s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)]
         saved = None if rebuild or group.is_frozen else kept, *others, *sources
@@ -96,6 +98,9 @@ class _Einsums(torch.autograd.Function):
         read, *factors = map(widen_dtype, (x, *local)) if group.has_wide_dtype else (x, *local)
         multiply = ScaledEinsums(communicator)
         products = _compute_products(multiply, counts, group, read, factors, biases or [None] * len(local))
+        if group.is_local:
+            ctx.save_for_backward(*saved)
+            return tuple(products)
         pairs = zip(products, group.einsums, strict=True)
         leaving = [convert(communicator, y, e.output.forward, owned=True) for y, e in pairs]
         ctx.save_for_backward(*saved)

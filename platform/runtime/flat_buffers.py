@@ -263,7 +263,8 @@ class FlatBucket:
             self.traced.append(((self, names), memory))
             return memory, True
         if self._direct:
-            sums, fresh = self._gradient_sum_buffer(), self._summed.isdisjoint(names)
+            sums = self._gradient_sum_buffer() if self.sums is None else self.sums
+            fresh = self._summed.isdisjoint(names)
             if not (fresh or self._summed.issuperset(names)):
                 for name in set(names) - self._summed:
                     self._block_view(sums, name).zero_()
@@ -486,7 +487,7 @@ def add_gradients_together(sums: Sequence[tuple[Tensor, bool]], gradients: Seque
     groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
     for (place, fresh), gradient in zip(sums, gradients, strict=True):
         flat = gradient.reshape(-1)
-        if fresh or len(flat) < MANY or gradient.dtype == place.dtype:
+        if fresh or flat.numel() < MANY or gradient.dtype == place.dtype:
             groups.setdefault((gradient.dtype, fresh), []).append((place, flat))
         else:
             place.add_(flat)
@@ -500,7 +501,7 @@ def add_gradients_together(sums: Sequence[tuple[Tensor, bool]], gradients: Seque
 
 def find_bucket_of_leaf(leaf: Tensor) -> tuple[FlatBucket, str] | None:
     """Return the flat bucket that holds a parameter's compute copy, and the parameter's name; None if none does."""
-    return (home[0], home[1][0]) if (home := find_bucket_of_copies(leaf)) else None
+    return None if (home := getattr(leaf, _HOME, None)) is None else (home[0](), home[1][0])
 
 
 def find_bucket_of_copies(copies: Tensor) -> tuple[FlatBucket, tuple[str, ...]] | None:

@@ -131,7 +131,9 @@ class ParallelOps(Ops):
         self.blocks = {t: plan.locate_block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
 
     def bind_operation(self, op: Op) -> Callable[..., Any]:
-        return op.bind_computation(self, op.run_on_blocks)
+        bound = op.bind_computation(self, op.run_on_blocks)
+        self.__dict__[op.kind] = bound  # which Python finds there from now on
+        return bound
 
     def _start_conversion(self, p: Parameter, conversion: Conversion) -> PendingConversion:
         """Start the collectives that convert this rank's block of a parameter to an operation's layout."""

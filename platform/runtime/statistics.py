@@ -242,7 +242,7 @@ Compute = Callable[[Tensor | None, bool], Tensor]
 
 def can_accumulate(w: Tensor | None) -> bool:
     """Return True if a kernel may add the gradient of the tensor w itself: an autograd leaf, outside of tracing."""
-    return not torch.compiler.is_compiling() and w is not None and w.requires_grad and w.is_leaf
+    return w is not None and w.requires_grad and w.is_leaf and not torch.compiler.is_compiling()
 
 
 def compute_and_add_gradient(w: Tensor, compute: Compute) -> None:

@@ -19,6 +19,8 @@ def add_products_of_adapters(compute: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(compute)
     def compute_adapted(self, ops, x, spec, weights, outs, biases=(), counts=None, name=""):
+        if not ops.adapters:
+            return compute(self, ops, x, spec, weights, outs, biases, counts, name)
         more = _multiply_adapters(ops, x, spec, weights, outs, counts)
         results = compute(self, ops, x, spec, weights, outs, biases, counts, name)
         return tuple(y if z is None else ops.pointwise("add", y, z) for y, z in zip(results, more, strict=True))

@@ -136,16 +136,16 @@ class BlockOp(Op):
     ) -> Any:
         """Convert an operation's activations and parameters to their planned layouts, call `compute` (its
         `run_on_blocks` or `meter_memory`) on the blocks, and convert the result. `first`, `more`: its arguments."""
-        parameters = [a for a in (first, *more) if isinstance(a, Parameter)]
+        arguments = [first, *more]
+        parameters = [a for a in arguments if isinstance(a, Parameter)]
         name = first if isinstance(first, str) else parameters[0].name if parameters else ""
         planned = ops.plan.operations.get((self.kind, name))
         conversions = list(planned.conversions) if planned else []
-        into = [] if parameters else conversions
-        arguments = [first, *more]
-        moved = [i for i, a in enumerate(arguments) if isinstance(a, ops.Block)][: len(into)]
-        for i, block in zip(moved, ops.convert_blocks([arguments[i] for i in moved], into[: len(moved)]), strict=True):
-            arguments[i] = block
-        del into[: len(moved)]
+        if conversions and not parameters:
+            moved = [i for i, a in enumerate(arguments) if isinstance(a, ops.Block)][: len(conversions)]
+            into, conversions = conversions[: len(moved)], conversions[len(moved) :]
+            for i, block in zip(moved, ops.convert_blocks([arguments[i] for i in moved], into), strict=True):
+                arguments[i] = block
         blocks = [a for a in (*arguments, *options.values()) if isinstance(a, ops.Block)]
         if parameters and not (blocks and ops.absent(blocks[0])):
             vectors = ops.convert_parameters(planned)
