@@ -279,14 +279,14 @@ class ContenderGrid:
     ) -> Mapping[str, PassBytes]:
         """Return what the memory meter says of passes by what the `sketch` of a `start` says, by the kind of
         recomputation, at two ranks along its axes; compared once for alike ones."""
-        key = start, several["experts"] > 1
+        sizes = {**several, "data": 2 * several["experts"], "microbatch": BASE, "stages": 1}
+        probe = self._columns_by_axis(axes, {name: np.array([n]) for name, n in sizes.items()})
+        estimator = Estimator(sketch, self.search_circumstances, axes, probe, {})
+        key = start, several["experts"] > 1, estimator.compiles
         if key not in self._quotients:
             self._quotients[key] = {}
-            sizes = {**several, "data": 2 * several["experts"], "microbatch": BASE, "stages": 1}
             config = self.space.build_config(self.space.build_contender(start, sizes))
             config.train.global_batch = BASE * sizes["data"]
-            probe = self._columns_by_axis(axes, {name: np.array([n]) for name, n in sizes.items()})
-            estimator = Estimator(sketch, self.search_circumstances, axes, probe, {})
             for recompute in self.space.list_values("recompute", start):
                 if metered := meter_passes(config, recompute):
                     by_sketch = estimator.sketch_passes(recompute)
@@ -314,7 +314,7 @@ def meter_passes(config: Config, recompute: str) -> PassBytes | None:
     few, by_depth = min(FEW, config.model.layers), list[list[Passes]]()
     for layers in (few, max(1, few - 1)):
         c = replace(config, model=replace(config.model, layers=layers), recompute=recompute)
-        if not (plan := plan_quickly(c)):
+        if not (plan := plan_quickly(c, weighs=False)):
             return None
         device, dropout, model = device_kind(c), c.model.dropout, build_model(c.model)
         plan = resolve_auto_kernels(plan, device, dropout)

@@ -261,13 +261,15 @@ class SearchSpace:
         if self.config.recompute_offload:
             return ("full",)
         if scheme not in self._recomputations:
-            sizes = {**dict.fromkeys(self.name_axes(scheme), 2), **dict.fromkeys(list_parts(AXIS, SIZE), 1)}
-            sizes["microbatch"] = MOST_SEQUENCES
-            config = self.build_config(self.build_contender(Contender(scheme, (), recompute="selective"), sizes))
-            plan = device_kind(config) == "cuda" and plan_quickly(
-                replace(config, model=replace(config.model, layers=1))
-            )
-            saving = RECOMPUTE if not plan or saves_scores(config, plan) else ("none", "full")
+            c, device = self.config, replace(self.config.cluster, device="auto")  # of which none is refused
+            small = SearchSpace(replace(c, model=replace(c.model, layers=1), cluster=device))
+            sizes = {**dict.fromkeys(list_parts(AXIS, SIZE), 1), "microbatch": MOST_SEQUENCES}
+            # two ranks may divide nothing where others do
+            axes = [dict.fromkeys(self.name_axes(scheme), ranks) for ranks in (2, 1) if device_kind(c) == "cuda"]
+            selective = Contender(scheme, (), recompute="selective")
+            plans = (plan_quickly(small.build_config(small.build_contender(selective, sizes | n))) for n in axes)
+            plan = next(filter(None, plans), None)
+            saving = RECOMPUTE if not plan or saves_scores(c, plan) else ("none", "full")
             self._recomputations[scheme] = saving
         return self._recomputations[scheme]
 

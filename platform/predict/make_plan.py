@@ -409,9 +409,10 @@ def plan_quickly(config: Config, weighs: bool = True) -> Plan | None:
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the shipped schedules place chunks
     try:
-        return _make_plan(config, None, loop if pipeline.kind in ("none", *SHIPPED) else None, weighs=weighs)
+        plan = _make_plan(config, None, loop if pipeline.kind in ("none", *SHIPPED) else None, weighs=weighs)
     except ConfigError:
         return None
+    return None if any(choose_schedule.violations_of_selective(config, plan)) else plan
 
 
 def _iterate_legal_meshes(config: Config, data: int) -> Iterator[dict[str, int]]:

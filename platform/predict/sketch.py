@@ -257,6 +257,7 @@ def _iterate_quantities(
         for group in (g for g in planned.groups if planned.rebuilds_input(g)):
             rebuilt = prod(group.x.before) * even_share_of_planned_rows(planner, o)
             yield Quantity("rebuilt", times=(0, accesses_to_rebuild(o))), rebuilt
+            yield from ((Quantity("kept"), -prod(group.x.before)), (Quantity("pending"), prod(group.x.before)))
         einsums = (e for g in planned.groups for e in g.einsums if not e.frozen)
         weights = (e for e in einsums if isinstance(o.inputs[1 + e.index], Parameter))
         yield Quantity("summed"), sum(prod(e.operand.before) for e in weights)
@@ -266,7 +267,7 @@ def _iterate_quantities(
         if (accessed := find_accessed_spec(o)) is not output:
             size = prod(planner.local_shape(accessed)) * even_share_of_planned_rows_of_spec(planner, accessed)
         yield Quantity("touched", times=op.accesses_of_both_passes(o, planned_operations)), size
-    if any(p.role == "in" for p in o.parameters) or not planned.groups and not op.keeps_nothing:
+    if not op.keeps_nothing and (any(p.role == "in" for p in o.parameters) or not planned.groups):
         yield Quantity("kept"), sum(prod(planner.local_shape(t)) for t in o.outputs)
     for p in o.parameters:
         axes = mesh.order_axes(partial_axes(planner.layout(p), planned.compute_axes))

@@ -466,6 +466,7 @@ class RotateOp(BlockOp):
     `neighbours`."""
 
     memory_accesses = (2, 2)
+    keeps_nothing = True  # its result takes its input's place
 
     def record_operation(self, ops, name, x, spec, theta, scaling=None, width=0, pairs="halves", leading=False):
         attributes = {"theta": theta, "scaling": scaling, "width": width, "pairs": pairs}

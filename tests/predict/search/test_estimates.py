@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from math import prod
 from random import Random
 from statistics import median
 from typing import NamedTuple
@@ -13,9 +15,10 @@ import pytest
 
 from platform.config.validation import violations_of_configuration
 from platform.launch import compose_config
+from platform.plan.operations.pointwise import RotateOp
 from platform.predict import contender_grid, search
 from platform.predict.contender_grid import ContenderGrid
-from platform.predict.contenders import CHOOSABLE, MODE, Contender, SearchSpace, list_parts
+from platform.predict.contenders import AXIS, CHOOSABLE, MODE, SIZE, Contender, SearchSpace, list_parts
 from platform.predict.estimate import PassBytes
 from platform.predict.make_plan import plan_quickly
 from platform.predict.memory_budget import predict_peak_bytes
@@ -122,6 +125,37 @@ def test_estimates_of_the_best_are_within_five_percent_of_their_price():
     finalists = [search.plan_finalist(grid.space, one.choice, grid.hardware) for one in quickest]
     quotients = [one.seconds / f.price.seconds for one, f in zip(quickest, finalists, strict=True) if f]
     assert sum(0.95 < quotient < 1.05 for quotient in quotients) >= 0.9 * len(quotients) > 8, quotients
+
+
+def quotients_of_patterns(model: str, *schemes: str) -> Iterator[float]:
+    """What the meter keeps of layers that are not compiled, by the sketch, with each set of axes of two ranks."""
+    config = compose_config([*model.split(), "cluster.gpu=A100-80GB", "plan.search=[all]", "tensor.gathered=keep"])
+    for scheme in schemes:
+        space = SearchSpace(config)
+        names = space.name_axes(scheme)
+        for axes in product((1, 2), repeat=len(names)):
+            sizes = dict.fromkeys(list_parts(AXIS, SIZE), 1) | dict(zip(names, axes, strict=True))
+            columns = {name: np.array([n]) for name, n in {**sizes, "data": 4, "microbatch": 64}.items()}
+            grid = ContenderGrid(space, 4 * prod(axes), 80e9, read_hardware("a100_80g"))
+            estimator = prod(axes) > 1 and grid._build_estimator(Contender(scheme, ()), columns)[0]
+            if estimator:
+                yield estimator.quotients["none"].kept[0]
+
+
+@pytest.mark.parametrize(
+    "model", ["model=llama_8b", pytest.param("model=gpt3_13b model.layers=8", marks=pytest.mark.full)]
+)
+def test_the_sketch_keeps_what_the_meter_keeps_whichever_axes_split(model):
+    """So one comparison holds for all sizes of a scheme: what is made again, rotated or shifted is kept once."""
+    quotients = [*quotients_of_patterns(f"{model} precision=bf16", "1d", "1d_sp", "2d_gather", "3d")]
+    assert len(quotients) > 6 and 0.97 < min(quotients) < max(quotients) < 1.06, quotients
+
+
+def test_negative_control_rotated_queries_kept_twice(monkeypatch):
+    monkeypatch.setattr(contender_grid, "_SKETCHES", {})
+    monkeypatch.setattr(RotateOp, "keeps_nothing", False)
+    quotients = [*quotients_of_patterns("model=llama_8b precision=bf16", "2d_gather")]
+    assert min(quotients) < 0.95, quotients
 
 
 NARROW = "precision=bf16 model.layers=8 model.d_model=256 model.heads=4 model.d_kv=64 model.d_ff=1024 model.length=256"
