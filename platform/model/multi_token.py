@@ -28,8 +28,8 @@ class PredictionModule(Layer):
         )
         width = (("d_ff", c.d_model),)  # the elements that M makes, under another name
         self.inside = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, *width))
-        self.join_embedding, self.join_hidden = (
-            Parameter(f"{self.name}.join_{part}", ("d_model", "d_ff"), "in", "normal", STD, True, width)
+        self.merge_embedding, self.merge_hidden = (
+            Parameter(f"{self.name}.merge_{part}", ("d_ff", "d_model"), "in", "normal", STD, True, width)
             for part in ("embedding", "hidden")
         )
         self.tokens, self.labels = token_tensor(depth), label_tensor(depth)
@@ -38,7 +38,7 @@ class PredictionModule(Layer):
         """Run the module on the stream x of the depth before; return its stream, and the sum of auxiliary losses."""
         e = ops.lookup(f"{self.name}.embedding", self.table, tokens, self.spec)
         e = ops.scale(e, self.spec, self.config.embedding_scale) if self.config.embedding_scale != 1 else e
-        pairs = (e, self.embedding_norm, self.join_embedding), (x, self.hidden_norm, self.join_hidden)
+        pairs = (e, self.embedding_norm, self.merge_embedding), (x, self.hidden_norm, self.merge_hidden)
         halves = [ops.project(norm(ops, y, self.spec), self.spec, (w,), (self.inside,))[0] for y, norm, w in pairs]
         x = ops.relayout(f"{self.name}.join", ops.pointwise("add", *halves), self.inside, self.spec)
         return self.stack(ops, x, self.stack.units, begins=begins, tokens=tokens, auxiliary=auxiliary)

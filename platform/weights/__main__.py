@@ -26,7 +26,7 @@ from platform.weights.exporting import SHARD, TYPES, export_model, open_exportab
 from platform.weights.families import FAMILIES
 from platform.weights.importing import import_model, open_importable, swap_in_averages
 from platform.weights.model_folder import SavedModel, read_companions_and_tokenizer_lack, read_export_files
-from platform.weights.peft_format import export_adapters, holds_adapters, import_adapters
+from platform.weights.peft_format import export_adapters, holds_adapters, import_adapters, is_of_module
 from platform.weights.stored_adapters import StoredAdapters, parse_stored_tune, read_base
 from platform.weights.tensor_names import parse_stored_model
 
@@ -134,6 +134,9 @@ def _export_adapters(arguments: argparse.Namespace, storage: Storage, directory:
     stored = StoredAdapters(storage, directory, manifest, parse_stored_model(identity), parse_stored_tune(identity))
     check_tensors(manifest, stored.shapes)
     names = export_adapters(stored, base.url, open_storage(arguments.folder, "folder"))
+    if left := sum(is_of_module(name, stored.model) for name in stored.adapters):
+        line = f"{left} adapters of modules of multi-token prediction left out: transformers has none"
+        print(escape_terminal_text(line))
     print(escape_terminal_text(f"{directory}: adapters in {strip_url_secrets(arguments.folder)}: {', '.join(names)}"))
     return 0
 

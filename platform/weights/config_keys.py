@@ -436,7 +436,8 @@ def check_quantisation(config_json: ConfigJson) -> dict[str, Any]:
 # several families have in common.
 #
 # One Hugging Face tensor holds one or more of our parameters, each flattened to a matrix [output, input]: one after
-# another, or a row of each in turn (`alternate`). GPT-2's are stored as [input, output] (`turned`).
+# another, or a row of each in turn (`alternate`), or one `beside` another. GPT-2's are stored as [input, output]
+# (`turned`).
 # `{i}` is the number of a layer, `{e}` the number of an expert. A parameter of experts is a matrix for each: a tensor
 # with `{e}` in its name holds the matrix of one, a tensor without stacks the matrices of all. Rows are in the order in
 # which transformers writes them; a row of parameters that a model lacks counts for nothing in it.
@@ -447,7 +448,8 @@ class TensorRow(NamedTuple):
     each head (`by_head`), or a row of each in turn (`alternate`). `turned`: it is stored as [what it contracts, what it
     adds]; `gated`: it is there only where feed-forward layers have a gate (True), or none (False); `groups`: our model
     key with the number of heads that `by_head` takes in turn, where others share each, as many of each parameter;
-    `channels`: it has a dim of one index before the last, as a convolution of each channel by itself."""
+    `channels`: it has a dim of one index before the last, as a convolution of each channel by itself; `beside`: columns
+    of one follow the last one's."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -457,6 +459,7 @@ class TensorRow(NamedTuple):
     by_head: bool = False
     groups: str = "heads"
     channels: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ _NAMES: dict[str, Any] = {
 # Modules of multi-token prediction, as the layers behind the last, and what they repeat of the model
 PREDICTION_ROWS = [
     *module_rows({f"{_LAYER}.enorm": "layers.{i}.embedding_norm", f"{_LAYER}.hnorm": "layers.{i}.hidden_norm"}),
-    TensorRow(f"{_LAYER}.eh_proj.weight", ("layers.{i}.join_embedding", "layers.{i}.join_hidden"), turned=True),
+    TensorRow(f"{_LAYER}.eh_proj.weight", ("layers.{i}.merge_embedding", "layers.{i}.merge_hidden"), beside=True),
     *module_rows({f"{_LAYER}.shared_head.norm": "layers.{i}.norm"}),
 ]
 PREDICTION_REPEATS = {

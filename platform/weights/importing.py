@@ -301,7 +301,8 @@ def _open_checkpoint_weights(config: Config, whole: bool) -> InitialWeights:
     refuse_all(format_violation(KEY, strip_url_secrets(url), f"{fault}{differences}") for fault in faults)
     pieces = list_stored_pieces(manifest, [f"model.{n}" for n in shapes])
     checkpoint_url = strip_url_secrets(f"{storage.url}/{name}")
-    hashes = [(p.name, p.dtype, str(p.box), p.source.sha256) for p in pieces]
+    stored = list_stored_pieces(manifest, [n for n in manifest.tensors if n.startswith("model.")])  # left out or not
+    hashes = [(p.name, p.dtype, str(p.box), p.source.sha256) for p in stored]
     fetch, compute_hash = build_block_fetch(storage, name), partial(hash_values, sorted(hashes))
     weights = InitialWeights(checkpoint_url, pieces, fetch, notes, compute_hash)
     return _begin_modules(_extend_vocabulary(weights, model, source), config, source)
@@ -318,8 +319,11 @@ def _open_adapted_weights(
         weights = open_initial_weights(of_base, whole=True)
     check_base(weights, base, url)
     with refuse_failures(KEY, url, Refused, OSError):
-        tune = parse_stored_tune(manifest.meta.identity)
-        stored = StoredAdapters(storage, directory, manifest, config.model, tune)
+        tune, depth = parse_stored_tune(manifest.meta.identity), config.model.predict_ahead
+        with suppress(ConfigError):  # of an earlier or later version; of modules left out here, it has adapters, too
+            depth = parse_stored_model(manifest.meta.identity).predict_ahead
+        model = replace(config.model, predict_ahead=depth)
+        stored = StoredAdapters(storage, directory, manifest, model, tune)
         check_tensors(manifest, stored.shapes)
     notes = [*weights.notes]
     if config.tune.kind != tune.kind and "qlora" in (config.tune.kind, tune.kind):
@@ -481,6 +485,9 @@ def _begin_modules(weights: InitialWeights, config: Config, source_model: Model)
         notes.append(f"{len(left_out)} {modules} left out; model.predict_ahead={source_model.predict_ahead} has all")
     if not (fresh := config.model.predict_ahead - model.predict_ahead):
         return replace(weights, notes=notes)
+    if config.tune.kind != "none":
+        reason = f"the weights have {model.predict_ahead}, and modules that begin afresh are not for adapters"
+        raise ConfigError("model.predict_ahead", config.model.predict_ahead, reason, [model.predict_ahead])
     declared = list_parameters(config.model)
     added = [_FreshValues(*declared[name]) for name in declared if name not in list_parameters(model)]
     names = [(f"model.{value.parameter.name}", value) for value in added]

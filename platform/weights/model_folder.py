@@ -50,7 +50,7 @@ _Index = Annotated[dict[str, object], OpenMap((("weight_map", dict[Name, _File])
 
 class Place(NamedTuple):
     """Bytes [start, end) of a file of a folder, and how they hold a piece: as they are, or (`width` > 0) as rows of so
-    many elements, of which columns [first, last), every `step`-th, are the piece turned."""
+    many elements, of which columns [first, last), every `step`-th, are the piece, `turned` or as they are."""
 
     file: str
     start: int
@@ -59,6 +59,7 @@ class Place(NamedTuple):
     first: int = 0
     last: int = 0
     step: int = 1
+    turned: bool = True
 
 
 SAMPLES, SAMPLE = 5, 1024  # places in a tensor, and the bytes at each, that a hash of saved weights is of
@@ -162,8 +163,12 @@ class SavedModel:
         begin, _ = t.data_offsets
         pieces: list[Piece[Place]] = []
         for parts in stored.matrix_parts:
-            if stored.turned or stored.alternate:
-                pieces += _cut_transposed_matrix(parts, dtype, Place(file, begin, begin), size, stored.alternate)
+            if stored.beside or stored.turned or stored.alternate:
+                place = Place(file, begin, begin)
+                if stored.beside:
+                    pieces += _cut_columns_beside_others(parts, dtype, place, size)
+                else:
+                    pieces += _cut_transposed_matrix(parts, dtype, place, size, stored.alternate)
                 begin += sum(part.rows * part.columns for part in parts) * size
                 continue
             for part in parts:
@@ -190,7 +195,8 @@ class SavedModel:
         raw_bytes = torch.frombuffer(data, dtype=torch.uint8)
         if place.width:
             size = piece.nbytes // piece.box.num_elements
-            rows = raw_bytes.view(-1, place.width, size)[:, place.first : place.last : place.step].transpose(0, 1)
+            rows = raw_bytes.view(-1, place.width, size)[:, place.first : place.last : place.step]
+            rows = rows.transpose(0, 1) if place.turned else rows
             memory.view(len(rows), -1, size).copy_(rows)
         else:
             memory.copy_(raw_bytes)
@@ -267,6 +273,22 @@ def _cut_transposed_matrix(
             place = Place(begin.file, start, end, width, *rows)
             yield Piece(f"model.{part.name}", dtype, _box_of_columns(part, a, b), place)
             row += part.rows
+
+
+def _cut_columns_beside_others(
+    parts: Sequence[MatrixPart], dtype: str, begin: Place, size: int
+) -> Iterator[Piece[Place]]:
+    """Yield the pieces of our parameters in a matrix of a saved model in which columns of one follow the last one's,
+    from `begin` on, in elements of `size` bytes."""
+    width, first = sum(part.columns for part in parts), 0
+    step = max(1, LARGEST_BLOCK // (width * size))
+    for part in parts:
+        for a in range(0, part.rows, step):
+            b = min(part.rows, a + step)
+            start, end = (begin.start + at * width * size for at in (a, b))
+            place = Place(begin.file, start, end, width, first, first + part.columns, turned=False)
+            yield Piece(f"model.{part.name}", dtype, Box((a, 0), (b - a, part.columns)), place)
+        first += part.columns
 
 
 def _find_first_column_dim(part: MatrixPart) -> int:

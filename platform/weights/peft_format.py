@@ -121,6 +121,11 @@ def list_places(model: Model, family: Family) -> list[PeftPlace]:
     return places
 
 
+def is_of_module(name: str, model: Model) -> bool:
+    """Return True if a weight is one of a model's modules of multi-token prediction."""
+    return name.startswith(tuple(f"layers.{model.layers + i}." for i in range(model.predict_ahead)))
+
+
 def name_all_tensors(places: Sequence[PeftPlace]) -> dict[PeftPlace, tuple[str, str]]:
     """Return the names of PEFT's tensors of all these places, the last of which in one module wraps those before."""
     modules = [place.module for place in places]
@@ -136,11 +141,13 @@ def _describe_ranks(places: Iterable[PeftPlace], tune: Tune) -> dict[str, dict[s
 
 
 def export_adapters(stored: StoredAdapters, base: str, folder: Storage) -> list[str]:
-    """Write adapters into `folder` as PEFT saves them; return the names of the files. `base`: the place of their base.
-    Raises ConfigError for weights that PEFT has no adapter of, FileExistsError, Refused or OSError."""
+    """Write adapters into `folder` as PEFT saves them, but for modules of multi-token prediction, which
+    transformers lacks; return the names of the files. `base`: the place of their base. Raises ConfigError for weights
+    that PEFT has no adapter of, FileExistsError, Refused or OSError."""
     places, tune = list_places(stored.model, choose_family(stored.model, "")), stored.tune
-    chosen = [place for place in places if all(name in stored.adapters for name in place.weights)]
-    if missing := sorted(stored.adapters.keys() - {name for place in chosen for name in place.weights}):
+    adapted = {name for name in stored.adapters if not is_of_module(name, stored.model)}
+    chosen = [place for place in places if adapted.issuperset(place.weights)]
+    if missing := sorted(adapted - {name for place in chosen for name in place.weights}):
         reason = f"{missing[0]} has no adapter at PEFT: its module has other weights, too"
         known = {name for place in places for name in place.weights}
         legal = list_target_words(p for p in build_model(stored.model).parameters() if p.name in known)

@@ -43,7 +43,7 @@ class HfTensor:
     """Tensor of theirs, by name, and the parameters of ours that it holds: it is the matrix of their rows, one after
     another, or a row of each in turn (`alternate`); `turned`: stored with columns first; `vector`: its matrix has one
     column, and it is stored as a vector; `stacked`: the number of experts whose matrices it stacks, else 0;
-    `channels`: it has a dim of one index before its columns."""
+    `channels`: it has a dim of one index before its columns; `beside`: columns of one follow the last one's."""
 
     name: str
     parts: tuple[MatrixPart, ...]
@@ -52,6 +52,7 @@ class HfTensor:
     alternate: bool = False
     stacked: int = 0
     channels: bool = False
+    beside: bool = False
 
     @property
     def matrix_parts(self) -> list[tuple[MatrixPart, ...]]:
@@ -64,14 +65,16 @@ class HfTensor:
         matrices, remaining_blocks = [], iter(blocks)
         for parts in self.matrix_parts:
             rows = [next(remaining_blocks).reshape(part.rows, part.columns) for part in parts]
-            matrix = torch.stack(rows, 1).flatten(0, 1) if self.alternate else torch.cat(rows)
+            matrix = torch.stack(rows, 1).flatten(0, 1) if self.alternate else torch.cat(rows, int(self.beside))
             matrices.append(matrix.t() if self.turned else matrix)
         return torch.stack(matrices).reshape(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape in which transformers stores this tensor."""
-        rows, columns = sum(p.rows for p in self.matrix_parts[0]), self.parts[0].columns
+        first, *others = self.matrix_parts[0]
+        rows = first.rows if self.beside else first.rows + sum(p.rows for p in others)
+        columns = first.columns + sum(p.columns for p in others) * self.beside
         one: tuple[int, ...] = (rows,) if self.vector else (columns, rows) if self.turned else (rows, columns)
         one = (rows, 1, columns) if self.channels else one
         return (self.stacked, *one) if self.stacked else one
@@ -108,7 +111,7 @@ def list_stored_tensors(m: Model, family: Family, stacks_experts: bool = False) 
             continue
         if not _is_per_expert(first):
             matrices = tuple(_describe_matrix(*one, vector) for one in row_parameters)
-            tensors.append(HfTensor(name, matrices, row.turned, vector, channels=row.channels))
+            tensors.append(HfTensor(name, matrices, row.turned, vector, channels=row.channels, beside=row.beside))
             continue
         each = [tuple(_describe_one_matrix(*one, e) for one in row_parameters) for e in range(m.experts)]
         if "{e}" in name:

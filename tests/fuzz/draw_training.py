@@ -43,7 +43,7 @@ def draw_training(r: Random, configs: Sequence[Config]) -> None:
     train.ema = r.choice((0.0, 0.0, 0.5))
     if r.random() < 0.25:
         train.freeze = [_pattern(r, p.name) for p in r.sample(build_model(model).parameters(), r.choice((1, 1, 2)))]
-    if r.random() < 0.25 and model.kind != "two_layer" and not model.predict_ahead:
+    if r.random() < 0.25 and model.kind != "two_layer":
         draw_adapters(r, configs)
     if r.random() < 0.3 and batch > 1 and all(c.pipeline.kind != "file" for c in configs):
         train.ramp_from = r.randint(1, batch - 1)

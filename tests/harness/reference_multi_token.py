@@ -38,7 +38,7 @@ def loss(c: Model, w: Mapping[str, Tensor], data: Mapping[str, Tensor]) -> tuple
         both = torch.cat(
             [plain.norm(c, w, f"{name}.hidden_norm", h), plain.norm(c, w, f"{name}.embedding_norm", next_embedding)], -1
         )
-        x = both @ torch.cat([w[f"{name}.join_hidden"], w[f"{name}.join_embedding"]], 0)
+        x = both @ torch.cat([w[f"{name}.merge_hidden"], w[f"{name}.merge_embedding"]], 1).t()
         hidden = plain.HIDDEN * plain.behind(c, length, number, begins).to(x.dtype)
         read = plain.norm(c, w, f"{name}.attention.norm", x)
         x = x + plain.attention(c, w, f"{name}.attention", read, read, hidden)

@@ -149,7 +149,9 @@ def test_modules_are_left_out_or_begin_afresh_and_it_is_said(tmp_path, depth):
         _, (scratch,) = run(configure(**{**vars(c.model)}, global_batch=4))
         for name in fresh:
             assert torch.equal(trainer.weights.master[name], scratch.initial[name].float().double()), name
-        assert not torch.equal(trainer.weights.master["layers.2.join_hidden"], scratch.initial["layers.2.join_hidden"])
+        assert not torch.equal(
+            trainer.weights.master["layers.2.merge_hidden"], scratch.initial["layers.2.merge_hidden"]
+        )
 
 
 def test_a_run_asks_for_modules_by_the_key(tmp_path):

@@ -21,7 +21,7 @@ def add_products_of_adapters(compute: Callable[..., Any]) -> Callable[..., Any]:
     def compute_adapted(self, ops, x, spec, weights, outs, biases=(), counts=None, name=""):
         if not ops.adapters:
             return compute(self, ops, x, spec, weights, outs, biases, counts, name)
-        more = _multiply_adapters(ops, x, spec, weights, outs, counts)
+        more = _multiply_adapters(ops, x, spec, weights, outs, counts, f"{name}." if name else "")
         results = compute(self, ops, x, spec, weights, outs, biases, counts, name)
         return tuple(y if z is None else ops.pointwise("add", y, z) for y, z in zip(results, more, strict=True))
 
@@ -29,9 +29,10 @@ def add_products_of_adapters(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _multiply_adapters(
-    ops: Any, x: Any, spec: Spec, weights: Sequence[Parameter], outs: Sequence[Spec], counts: Any
+    ops: Any, x: Any, spec: Spec, weights: Sequence[Parameter], outs: Sequence[Spec], counts: Any, use: str
 ) -> list[Any]:
-    """Return for each of the `weights` what its adapter makes of x, as its type in `outs`; None without one."""
+    """Return for each of the `weights` what its adapter makes of x, as its type in `outs`; None without one. `use`
+    begins the names of operations where this is a further use of a weight."""
     by_weight = [ops.adapters.get(w.name) for w in weights]
     adapters: list[Adapter] = [adapter for adapter in by_weight if adapter]
     if not adapters:
@@ -40,12 +41,14 @@ def _multiply_adapters(
     # a mask is of one layer, though a group has keys and values of all layers of a pipeline stage that cross
     for _, sharing in groupby(adapters, lambda a: a.down.name.split(".")[:-2] if a.dropout else []):
         names = {a.down.name: a.down for a in sharing}
-        dropped = ops.dropout(next(iter(names)), x, spec, adapters[0].dropout)
-        products = ops.project(dropped, spec, [*names.values()], [narrow] * len(names), (), counts)
+        first = f"{use}{next(iter(names))}"
+        dropped = ops.dropout(first, x, spec, adapters[0].dropout)
+        products = ops.project(dropped, spec, [*names.values()], [narrow] * len(names), (), counts, first)
         hidden |= zip(names, products, strict=True)
+    scaled = [a and ops.scale(hidden[a.down.name], narrow, a.scale) for a in by_weight]
     return [
-        a and ops.project(ops.scale(hidden[a.down.name], narrow, a.scale), narrow, (a.up,), (out,), (), counts)[0]
-        for a, out in zip(by_weight, outs, strict=True)
+        a and ops.project(x, narrow, (a.up,), (out,), (), counts, f"{use}{a.up.name}")[0]
+        for a, x, out in zip(by_weight, scaled, outs, strict=True)
     ]
 
 
@@ -68,5 +71,5 @@ def add_rows_of_adapter(
     if adapter is None:
         return x
     narrow = replace(out, dims=(*(d for d in out.dims if d not in table.dims), RANK))
-    rows = ops.scale(ops.lookup(adapter.up.name, adapter.up, tokens, narrow), narrow, adapter.scale)
-    return ops.pointwise("add", x, ops.project(rows, narrow, (adapter.down,), (out,))[0])
+    rows = ops.scale(ops.lookup(f"{name}.lora_b", adapter.up, tokens, narrow), narrow, adapter.scale)
+    return ops.pointwise("add", x, ops.project(rows, narrow, (adapter.down,), (out,), name=f"{name}.lora_a")[0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from platform.data import streams
+from platform.plan.operations import adapted
 from platform.plan.plan_check import find_unsoundness
 from platform.predict.make_plan import make_plan
 from platform.train import stage_passes
@@ -19,7 +20,8 @@ from tests.harness.oracle import MODELS, Tokens, compare, configure, prove, run,
 from tests.harness.pairwise import cover, product
 from tests.harness.suite import suite
 from tests.runtime import test_memory
-from tests.runtime.oracle import test_models
+from tests.runtime.oracle import test_adapters, test_models
+from tests.runtime.oracle.test_adapters import started  # noqa: F401  adapters that are not 0 at first
 
 LLAMA: dict[str, Any] = {**MODELS["llama"], "layers": 1, "predict_ahead": 1, "predict_ahead_weight": 0.3}
 KINDS: dict[str, dict[str, Any]] = {
@@ -185,6 +187,43 @@ def test_modules_are_placed_by_cost():
     assert [len(plan.chunks[0].units) for plan in plans] == [5, 7, 8]
     assert [plan.chunks[1].units[-2:] for plan in plans[1:]] == [("layers.6", "head"), ("layers.7", "head")]
     assert [name for name, _ in plans[2].chunks[1].receives] == ["stream", "layers.6"]
+
+
+TUNED = {"kind": "lora", "rank": 3, "alpha": 8.0, "targets": ["attention.*", "mlp.*", "merge_*"]}
+EVERYWHERE = {**TUNED, "targets": ["*"]}
+TUNED_PLANS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "1d_sp, zero 3": ("latents and experts", TUNED, {"tensor": "1d_sp", "axes": {"t": 2}, "data": 2, "zero": 3}),
+    "stages": ("documents", EVERYWHERE, {"pipeline": "zb_h1", "stages": 2, "microbatch": 2}),
+    "stages, head everywhere": ("latents and experts", EVERYWHERE,
+                                {"pipeline": "1f1b", "stages": 2, "microbatch": 2, "data": 2, "zero": 1}),
+    "3d": ("two tokens, tied", TUNED, {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}}),
+    "dropout": ("two tokens, tied", {**TUNED, "dropout": 0.25}, {"data": 2, "zero": 3, "recompute": "full"}),
+    "contexts": ("documents", TUNED, {"context": 2, "data": 2, "zero": 3}),
+    "4 bits": ("two tokens, tied", {**TUNED, "kind": "qlora"},
+               {"pipeline": "1f1b", "stages": 2, "microbatch": 2, "data": 2, "zero": 3, "d_model": 64, "d_ff": 128}),
+}  # fmt: skip
+DRAWN = "1d_sp, zero 3", "stages"
+
+
+@pytest.mark.parametrize("name", [n if n in DRAWN else pytest.param(n, marks=pytest.mark.full) for n in TUNED_PLANS])
+def test_adapters_of_modules_equal_one_process(name, started):  # noqa: F811
+    """Of their layers, of what merges their halves, and of tables that the modules use too."""
+    kind, tune, how = TUNED_PLANS[name]
+    plan, results = prove(test_adapters.tuned("llama", tune, **{**KINDS[kind], **how}))
+    assert not find_unsoundness(plan)
+    depth = KINDS[kind]["predict_ahead"]
+    assert sum("merge_" in weight for weight in plan.adapters) == 2 * depth
+    assert tune is not EVERYWHERE or {"head", "embedding"} <= plan.adapters.keys()
+    assert all(g.any() for r in results for n, g in r.gradients.items() if g.numel() and "expert" not in n)
+
+
+def test_negative_control_an_adapter_at_one_use_of_the_head_alone(monkeypatch, started):  # noqa: F811
+    """As where an adapter is of a module's head and the model's own does without it."""
+    c = test_adapters.tuned("llama", {**TUNED, "targets": ["head"]}, **LLAMA)
+    expected, real = serial(c), adapted._multiply_adapters
+    monkeypatch.setattr(adapted, "_multiply_adapters", lambda *of: real(*of) if of[-1] else [None] * len(of[3]))
+    with pytest.raises(AssertionError):
+        compare(c, *run(c), expected)
 
 
 METERED = {"serial": ("serial", {}), "1d_sp": ("1d_sp", {"t": 2}), "3d": ("3d", {"x": 1, "y": 2, "z": 2})}
