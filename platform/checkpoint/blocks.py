@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.boundary.sealed_blocks import LARGEST_BLOCK
-from platform.plan.model_types import NF4, NF4_BLOCK, NF4_BYTES, SCALE_BLOCK, SCALES, STATES, Parameter
+from platform.plan.model_types import NF4_KINDS, NF4_UNITS, SCALE_BLOCK, SCALES, STATES, Parameter
 from platform.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -226,10 +226,9 @@ State = Sequence[HeldTensor]  # training state: its tensors
 
 
 def list_held_tensors(plan: Plan, kind: str, dtype: torch.dtype | str) -> list[HeldTensor]:
-    """Return which ranks hold which block of every tensor of one kind of training state, under the plan: the master
-    copies of the parameters (`kind` = model), or a moment of the optimizer, which is laid out like them, or the scales
-    of its blocks, where it has them, or blocks in 4 bits (nf4). Tensors are named KIND.PARAMETER."""
-    unit, named = find_unit(kind), frozenset(plan.quantised if kind == NF4 else plan.scaled)
+    """Return which ranks hold which block of every tensor KIND.PARAMETER of one `kind` of training state: masters
+    (model), a moment of the optimizer, laid out alike, scales of its blocks, or weights in 4 bits (NF4_KINDS)."""
+    unit, named = find_unit(kind), frozenset(plan.quantised if kind in NF4_KINDS else plan.scaled)
     ranks_per_stage = plan.mesh.world_size // plan.num_stages  # ranks of a stage, which follow each other
     coordinates = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
     held_tensors, known_layouts = [], {}
@@ -295,7 +294,7 @@ def local_blocks(plan: Plan, kind: str, tensors: Mapping[str, Tensor], coordinat
 def find_unit(kind: str) -> int:
     """Return how many elements of a parameter there are to each number of a tensor of this `kind`, or name."""
     kind = kind.partition(".")[0]
-    return NF4_BLOCK if kind == NF4 else SCALE_BLOCK if kind.endswith(SCALES) else 1
+    return NF4_KINDS.get(kind) or (SCALE_BLOCK if kind.endswith(SCALES) else 1)
 
 
 def scale_box(box: Box, shape: Sequence[int], unit: int) -> Box:
@@ -311,7 +310,7 @@ def scale_box(box: Box, shape: Sequence[int], unit: int) -> Box:
 
 def _append_bytes(box: Box, kind: str) -> Box:
     """Return a block of a tensor of this `kind` with a last dim, the bytes of each number, if they are in 4 bits."""
-    return Box((*box.offset, 0), (*box.extent, NF4_BYTES)) if kind == NF4 else box
+    return Box((*box.offset, 0), (*box.extent, NF4_UNITS[NF4_KINDS[kind]])) if kind in NF4_KINDS else box
 
 
 def _list_saved_boxes(plan: Plan, p: Parameter, coordinates: Mapping[str, int], kind: str) -> list[Box]:

@@ -708,6 +708,7 @@ class Tune:
         ["attention.*", "mlp.*"], "tune=lora: weights with an adapter, by the last parts of their names, or patterns",
         pattern=r"[\w.*?\[\]!-]+", constraint="must be the last part of a parameter's name, or a pattern",
     )  # fmt: skip
+    double: bool = fixed_key(False, "tune=qlora: scales of blocks in 8 bits, a scale for each 256 of them")
     dropout: float = free_key(0.0, "tune=lora: share of an adapter's input that is dropped in training", ">= 0 and < 1")
 
 

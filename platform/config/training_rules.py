@@ -410,6 +410,8 @@ def _violations_of_tuning(config: Config) -> Iterator[str]:
     if config.tune.kind != "none":
         if config.train.freeze:
             yield violation_of_key(config, "train.freeze", f"tune={config.tune.kind} trains adapters alone", [[]])
+        if config.tune.double and config.tune.kind != "qlora":
+            yield violation_of_key(config, "tune.double", "tune=lora has no scales", [False, "tune=qlora"])
         return
     for name, default in vars(Tune()).items():
         if getattr(config.tune, name) != default:

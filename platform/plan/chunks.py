@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from platform.plan.layout import Layout, Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import (
-    NF4_BLOCK,
-    NF4_BYTES,
+    NF4_UNITS,
     NO_RECOMPUTATION,
     SCALE_BLOCK,
     Operation,
@@ -247,7 +246,7 @@ class Bucket:
     `sizes`: elements of each block; `elements`: size of the buffer in elements, with zeros at its end so that shards
     are equal, large ones in multiples of SHARD_UNIT. `held`: elements that a rank has of each block, if it has less and
     zeros behind them. `frozen`: its parameters take no gradient, and ranks keep of them what they compute with
-    alone, in shards under ZeRO-3. `quantised`: ranks keep them in 4 bits, and compute with them as numbers.
+    alone, in shards under ZeRO-3. `quantised`: ranks keep them in 4 bits, so many elements (NF4_UNITS) together.
     """
 
     axes: tuple[str, ...]
@@ -260,7 +259,7 @@ class Bucket:
     zero: int = 0
     held: tuple[int, ...] = ()
     frozen: bool = False
-    quantised: bool = False
+    quantised: int = 0
 
     @cached_property
     def name(self) -> str:
@@ -275,12 +274,12 @@ class Bucket:
     @property
     def frees_weights(self) -> bool:
         """Return True if ranks have this bucket's compute copies only while a span reads them."""
-        return self.zero == 3 or self.quantised
+        return self.zero == 3 or self.quantised > 0
 
     def count_kept_bytes(self, itemsize: int) -> int:
         """Return the bytes that a rank keeps of this bucket's compute copies, of `itemsize` bytes, between uses."""
         if self.quantised:
-            return self.shard_elements // NF4_BLOCK * NF4_BYTES
+            return self.shard_elements // self.quantised * NF4_UNITS[self.quantised]
         return (self.shard_elements if self.frees_weights else self.elements) * itemsize
 
     @property
@@ -364,7 +363,7 @@ def build_buckets(
     max_elements: int,
     scaled: Collection[str] = (),
     frozen: Collection[str] = (),
-    quantised: bool = False,
+    quantised: int = 0,
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
@@ -372,7 +371,8 @@ def build_buckets(
     elements. By name, `reductions`: (`axes`, `only`) as in Bucket; parameters of different ones go to different
     buckets; `sizes`: elements of the local blocks. `shards`: ranks along each axis over which stage `zero` of ZeRO
     shards; `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names
-    of parameters that lie apart from others, as in Bucket; `quantised`: True if all are, as there.
+    of parameters that lie apart from others, as in Bucket; `quantised`: elements in 4 bits that all of them keep
+    together, 0 for none.
     """
     buckets: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen) -> parameters of the bucket being filled
@@ -389,7 +389,7 @@ def build_buckets(
             ranks = prod(shards[axis] for axis in sharded)
             large = ranks > 1 and sum(counts) >= SHARD_UNIT * SHARD_UNIT * ranks
             in_blocks = ranks > 1 and (quantised or members[0].name in scaled)
-            unit = SCALE_BLOCK if in_blocks else SHARD_UNIT if large else 1
+            unit = max(SCALE_BLOCK, quantised) if in_blocks else SHARD_UNIT if large else 1
             size, stage = pad_to_multiple(sum(counts), ranks * unit), zero if sharded else 0
             how = sharded, ranks, stage, (), still, quantised
             buckets.append(Bucket(axes, only, tuple(members), counts, size, *how))

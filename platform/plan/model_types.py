@@ -270,6 +270,10 @@ WIDE_STATES = StoredStates()
 
 NF4_BLOCK = 64  # consecutive elements of a flattened weight in 4 bits (QLoRA) with one scale, as in bitsandbytes
 NF4_BYTES = 4 + NF4_BLOCK // 2  # of such a block: its scale in fp32, and two elements in each byte
+NF4_DOUBLE = 256 * NF4_BLOCK  # elements of blocks in a row whose scales are in 8 bits, with one scale of these
+# elements that belong together -> their bytes: of NF4_DOUBLE scale and offset of the scales in fp32, these, and codes
+NF4_UNITS = {NF4_BLOCK: NF4_BYTES, NF4_DOUBLE: 4 + 4 + 256 + NF4_DOUBLE // 2}
+NF4_KINDS = {NF4: NF4_BLOCK, f"{NF4}_double": NF4_DOUBLE}  # kinds of tensors, with these elements
 NF4_PIECE = {"cpu": 1 << 16, "cuda": 1 << 23}  # elements that are made numbers at once, on a kind of device
 NF4_SCRATCH = 6  # bytes that each of these takes meanwhile: half an index of 4 bytes, and a number in fp32
 

@@ -11,6 +11,8 @@ from math import prod
 from platform.plan.chunks import ADDS_WIDE, BUCKET_MIB, Bucket, Chunk, axes_of_replication, build_buckets, group_by_span
 from platform.plan.layout import Layout, Mesh, Stretch, is_at_index_zero, locate_block, pad_to_multiple
 from platform.plan.model_types import (
+    NF4,
+    NF4_KINDS,
     NO_RECOMPUTATION,
     WIDE_STATES,
     Adapter,
@@ -64,7 +66,8 @@ class Plan:
     `factored`: names of the parameters of whose second moments a mean per row and per column is kept (Adafactor).
     `stored`: how the optimizer's states lie in memory between updates.
     `adapters`: by the name of what they adapt; their matrices are among `parameters`.
-    `quantised`: names of frozen parameters that ranks keep in 4 bits, and have as numbers while a span reads them.
+    `quantised`: names of frozen parameters that ranks keep in 4 bits, and have as numbers while a span reads them;
+    `quantised_kind`: in which form, of NF4_KINDS.
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
     `compiles_collectives`: blocks are compiled whole though collectives lie in them.
     `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
@@ -97,6 +100,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     quantised: tuple[str, ...] = ()
+    quantised_kind: str = NF4
     shorter: Mapping[int, Plan] = field(default_factory=dict)
 
     @cached_property
@@ -339,7 +343,7 @@ class Plan:
         )
         return [
             *build_buckets(plain, reduced, sizes, shards, self.zero, limit, *kinds),
-            *build_buckets(in_4_bits, reduced, sizes, shards, self.zero, 0, *kinds, quantised=True),
+            *build_buckets(in_4_bits, reduced, sizes, shards, self.zero, 0, *kinds, NF4_KINDS[self.quantised_kind]),
         ]
 
     @cached_property

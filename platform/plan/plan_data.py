@@ -16,6 +16,7 @@ from typing import Any
 from platform.plan.chunks import Chunk
 from platform.plan.layout import Cut, Layout, Mesh
 from platform.plan.model_types import (
+    NF4,
     WIDE_STATES,
     Adapter,
     BranchPlace,
@@ -49,7 +50,13 @@ _WORDS = {part: word for word, part in _CLASSES.items()}
 _FIELDS = {part: [f.name for f in fields(part) if f.init and f.compare] for part in _WORDS}
 # Fields that plans got later: left out where they say what plans without them did, which so keep their digests.
 _LATER: dict[type, dict[str, Any]] = {
-    Plan: {"stored": WIDE_STATES, "adapters": {}, "quantised": (), "compiles_collectives": False},
+    Plan: {
+        "stored": WIDE_STATES,
+        "adapters": {},
+        "quantised": (),
+        "quantised_kind": NF4,
+        "compiles_collectives": False,
+    },
     Planner: {"frozen": ()},
     Scheme: {"diagonal": ()},
     Spec: {"place": None},

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from platform.plan.layout import DIMS, Stretch, format_count
-from platform.plan.model_types import AUTO
+from platform.plan.model_types import AUTO, NF4
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
@@ -174,7 +174,8 @@ def _describe_quantised(plan: Plan) -> str:
     """Return the words on weights in 4 bits for the description; "" for none."""
     named = frozenset(plan.quantised)
     elements = sum(prod(plan.global_shape(p)) for p in plan.parameters if p.name in named)
-    return f"; {elements:,} in 4 bits (NF4), tables, head and vectors as they are" if named else ""
+    scales = "" if plan.quantised_kind == NF4 else ", scales in 8"
+    return f"; {elements:,} in 4 bits (NF4{scales}), tables, head and vectors as they are" if named else ""
 
 
 def _describe_scaled_products(plan: Plan) -> str:

@@ -163,9 +163,11 @@ def list_decodings(plan: Plan, chunk: Chunk, compiles: bool) -> Iterator[tuple[s
     """Yield (phase, bytes moved, kernels) for each bucket in 4 bits of which a pass of a chunk makes numbers."""
     spans, (beside, kernels) = plan.buckets_by_chunk_span[chunk.number], DECODED[compiles]
     for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
-        for elements in (b.elements for b in buckets if b.quantised):
-            moved = elements * (beside + plan.itemsize["compute"])
-            yield phase, moved, kernels * -(-elements // NF4_PIECE["cuda"])
+        for bucket in (b for b in buckets if b.quantised):
+            moved, more = bucket.elements * (beside + plan.itemsize["compute"]), 0
+            if bucket.quantised > NF4_BLOCK:  # a scale as a byte, an index, a value, times one, plus one
+                moved, more = moved + bucket.elements * (1 + 2 * 4 + 3 * 2 * 4) / NF4_BLOCK, 4
+            yield phase, moved, (kernels + more) * -(-bucket.elements // NF4_PIECE["cuda"])
 
 
 class BucketCollective(NamedTuple):

@@ -19,6 +19,7 @@ from platform.optimizer.optimizers import count_offloaded_numbers, count_stored_
 from platform.plan.chunks import measure_units
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_factorizations
+from platform.plan.model_types import NF4_UNITS
 from platform.plan.operations.recorder import Recorder
 from platform.plan.plan import base_precision
 from platform.plan.step_collectives import may_compile, resolve_auto_kernels
@@ -86,7 +87,7 @@ class ContenderGrid:
             count_stored_numbers(c) - (c.optimizer.masters == "split") / 2,
             count_offloaded_numbers(c) * (device_kind(c) == "cuda"), count_streamed_bytes(c), c.parallel.overlap,
             may_compile(c.train.compile, "cuda") and c.train.mlp_chunks <= 1,
-            device_kind(c) == "cuda", read_bucket_size(c),
+            device_kind(c) == "cuda", read_bucket_size(c), [*NF4_UNITS][c.tune.double],
         )  # fmt: skip
 
     @cached_property

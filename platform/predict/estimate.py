@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
+from platform.plan.model_types import NF4_UNITS
 from platform.plan.plan import ITEMSIZE
 from platform.plan.schedule import place_layers
 from platform.plan.scheme import CONTEXT, REPLICAS
@@ -55,8 +55,8 @@ class Circumstances:
     each with its cost and whether it is of a layer, sequences of a step (`batch`), numbers of optimizer state
     (`moments`), how many of these and of masters are in host memory (`away`) and the bytes that come from there
     (`streamed`), whether collectives of parameters go on beside computation (`overlap`), whether blocks are compiled
-    where they can be (`compiles`), whether devices have libraries that reserve memory, and MiB of gradients in a
-    bucket, None if the links say (`bucket_mib`)."""
+    where they can be (`compiles`), whether devices have libraries that reserve memory, MiB of gradients in a bucket,
+    None if the links say (`bucket_mib`), and elements that are together in 4 bits (`unit`)."""
 
     hardware: Hardware
     precision: str
@@ -70,6 +70,7 @@ class Circumstances:
     compiles: bool
     libraries: bool
     bucket_mib: int | None
+    unit: int
 
 
 @lru_cache(maxsize=1 << 12)
@@ -278,7 +279,8 @@ class Estimator:
             elements, of_layer = (times[rows] @ self.numbers[rows] for times in (self.whole, self.layer))
             shards, is_trained = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT))), what == TRAINED
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
-            kept = NF4_BYTES / NF4_BLOCK if what == QUANTISED else copies if is_trained else compute
+            in_4_bits = NF4_UNITS[self.setting.unit] / self.setting.unit
+            kept = in_4_bits if what == QUANTISED else copies if is_trained else compute
             numbers = 1 + self.setting.moments - self.setting.away  # of master copies and states, on the device
             held = kept / used + is_trained * (master * numbers / state + master / summed)
             blocks = max(1.0, min(self.whole[rows].sum(), self.setting.layers + 2))

@@ -35,7 +35,7 @@ from platform.plan.adapters import can_quantise
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
 from platform.plan.layout import find_divisors, find_factorizations, format_count
-from platform.plan.model_types import NF4_BLOCK, PAIR_LOSSES, LabelLoss, Recompute
+from platform.plan.model_types import NF4_KINDS, PAIR_LOSSES, LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.operations.registry import Ops
 from platform.plan.operations.scaled_products import describe_other_scales, find_quantisation
@@ -267,7 +267,7 @@ def _add_shorter_plans(config: Config, plan: Plan, data: int, kind: str) -> Plan
             lines.append(format_violation("train.length_ramp", entry, constraint, [[]]))
         lines += (format_violation("train.length_ramp", entry, line.partition("; ")[0], [[]])
                   for line in _violations_of_cut_blocks(config, short_plan))  # fmt: skip
-        updated = {name: getattr(plan, name) for name in ("matrices", "factored", "stored", "quantised", "bucket_mib")}
+        updated = {name: getattr(plan, name) for name in _SPECIAL}
         shorter_plans[phase.length] = replace(short_plan, **updated)
     refuse_all(lines)
     return replace(plan, shorter=shorter_plans)
@@ -306,13 +306,17 @@ def count_replicas(config: Config, workers: int | None) -> int:
     return workers // inner
 
 
+_SPECIAL = "matrices", "factored", "stored", "quantised", "quantised_kind", "bucket_mib"
+
+
 def _mark_special_updates(config: Config, plan: Plan) -> Plan:
     """Return the plan with the names of its parameters that are kept in 4 bits (QLoRA), whole matrices (Muon), factored
     (Adafactor)."""
     plan = replace(plan, stored=optimizers.describe_stored_states(config.optimizer))
     if config.tune.kind == "qlora":
         base = (p for p in plan.parameters if p.name in plan.frozen)
-        plan = replace(plan, quantised=tuple(p.name for p in base if can_quantise(p)))
+        names = tuple(p.name for p in base if can_quantise(p))
+        plan = replace(plan, quantised=names, quantised_kind=[*NF4_KINDS][config.tune.double])
     if config.optimizer.kind == "muon":
         return replace(
             plan, matrices=tuple(n for n in find_muon_matrices(config.optimizer, plan) if n not in plan.frozen)
@@ -370,13 +374,15 @@ def _find_frozen(config: Config, model: RecordableModel) -> tuple[str, ...]:
 def _violations_of_quantised_weights(config: Config, plan: Plan) -> Iterator[str]:
     """Yield a refusal line if the plan cuts a weight inside a block of elements in 4 bits (the numbers would be others
     than one process has), or if a weight is no whole blocks."""
-    cut = [p for p in plan.parameters if p.name in frozenset(plan.quantised) and plan.cuts_blocks(p, NF4_BLOCK)]
+    unit, double = NF4_KINDS[plan.quantised_kind], config.tune.double
+    cut = [p for p in plan.parameters if p.name in frozenset(plan.quantised) and plan.cuts_blocks(p, unit)]
     if cut:
         also = f" and {len(cut) - 1} more" if cut[1:] else ""
         axes = "+".join(plan.mesh.order_axes({a for p in cut for a in plan.layout(p).axes}))
         how = f"is cut by {axes} inside a block" if axes else "is not of whole blocks"
-        constraint = f"{cut[0].name}{also} {how} of {NF4_BLOCK} elements with one scale"
-        yield format_violation("tune.kind", config.tune.kind, constraint, ["lora"])
+        constraint = f"{cut[0].name}{also} {how} of {unit} elements with one scale{' of scales' if double else ''}"
+        key, legal = ("tune.double", False) if double else ("tune.kind", "lora")
+        yield format_violation(key, getattr(config.tune, key.partition(".")[2]), constraint, [legal])
 
 
 def _violations_of_cut_blocks(config: Config, plan: Plan) -> Iterator[str]:

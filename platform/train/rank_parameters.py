@@ -23,12 +23,13 @@ from platform.config.fields import LossScaling
 from platform.plan.chunks import common_name
 from platform.plan.gather_order import first_reads_by_span
 from platform.plan.layout import Mesh
+from platform.plan.model_types import NF4_BLOCK
 from platform.plan.plan import BASE_PRECISION, Plan
 from platform.runtime.communicator import Communicator
 from platform.runtime.conversion import is_absent_block
 from platform.runtime.flat_buffers import FlatBucket, join_masters, split_masters
-from platform.runtime.normal_floats import QuantisedBucket
-from platform.runtime.parallel_ops import initialise
+from platform.runtime.normal_floats import QuantisedBucket, average_scales, sum_scales
+from platform.runtime.parallel_ops import draw_initial_block, initialise
 from platform.runtime.residency import ParameterResidency, ResidentSpan
 from platform.runtime.staged_memory import StagingBuffers, allocate_host_zeros
 from platform.train.replies import RankRange
@@ -83,6 +84,10 @@ class RankWeights:
                 dtype = high if is_encoded else master.dtype
                 block = torch.empty(shape, dtype=dtype, device=master.device) if apart else master
                 initialise(plan, communicator, p, seed, block)
+                if isinstance(flat, QuantisedBucket) and flat.bucket.quantised > NF4_BLOCK:
+                    whole = torch.empty(plan.global_shape(p), dtype=high, device=master.device)
+                    draw_initial_block(p, whole.shape, [(0, n) for n in whole.shape], seed or 0, whole)
+                    flat.offsets[p.name] = average_scales([sum_scales(whole)], whole.numel())
                 flat.fill_parameter(p.name, block)
         self._bucket_of = by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
@@ -119,11 +124,12 @@ class RankWeights:
         """Return name -> what the forward pass reads: this rank's blocks of parameters, and its states."""
         return self.compute | self.states
 
-    def quantise_weights(self, numbers: Mapping[str, Tensor]) -> None:
-        """Keep in 4 bits what this rank has of parameters: name -> the `numbers` of its block, or shard, flat."""
+    def quantise_weights(self, numbers: Mapping[str, Tensor], offset: float) -> None:
+        """Keep in 4 bits this rank's part, flat, of parameters by name, whose scales have the mean `offset`."""
         for name, weights in numbers.items():
             flat = self._bucket_of[name]
             assert isinstance(flat, QuantisedBucket), "others are filled as they are"
+            flat.offsets[name] = offset
             flat.store_weights(name, weights)
 
     @property

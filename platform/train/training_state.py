@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from math import prod
 from typing import Annotated, Any
 
 import torch
@@ -35,10 +36,11 @@ from platform.checkpoint.moves import World, fill_blocks
 from platform.checkpoint.snapshots import NodeSnapshot
 from platform.config.fields import hash_values
 from platform.optimizer.optimizers import AVERAGE, NOT_OF_FACTORED, NOT_OF_MATRICES, SIDES, probe_optimizer_state
-from platform.plan.model_types import LOW, NF4, NF4_BLOCK, SCALES
+from platform.plan.model_types import LOW, NF4_KINDS, SCALES
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import matrix_sides
 from platform.runtime.communicator import all_gather_values
+from platform.runtime.normal_floats import average_scales, sum_scales
 from platform.runtime.progress import PROGRESS
 from platform.runtime.staged_memory import allocate_host_zeros, allocate_zeros
 from platform.train.rank_parameters import DTYPES, LossScale
@@ -92,7 +94,7 @@ def list_base_tensors(plan: Plan) -> list[HeldTensor]:
 
 def list_kept_base(plan: Plan) -> list[HeldTensor]:
     """Return the weights that a plan's adapters are of, as its ranks keep them: some in 4 bits."""
-    in_4_bits = list_held_tensors(plan, NF4, torch.uint8) if plan.quantised else []
+    in_4_bits = list_held_tensors(plan, plan.quantised_kind, torch.uint8) if plan.quantised else []
     quantised = {f"model.{name}" for name in plan.quantised}
     return [*(h for h in list_base_tensors(plan) if h.name not in quantised), *in_4_bits]
 
@@ -185,7 +187,7 @@ class RankTrainingState:
         """Return this rank's blocks of the weights that adapters are of, as it keeps them: views, for a recovery."""
         plan, at, quantised = self._plan, self._communicator.coordinates, frozenset(self._plan.quantised)
         base = [*self._trainer.weights.own_masters.items()] if plan.adapters else []
-        kinds = {"model": plan.frozen.difference(quantised), NF4: quantised}
+        kinds = {"model": plan.frozen.difference(quantised), plan.quantised_kind: quantised}
         by_kind = {kind: {n: w for n, w in base if n in names} for kind, names in kinds.items()}
         return [b for kind, tensors in by_kind.items() for b in local_blocks(plan, kind, tensors, at)]
 
@@ -255,11 +257,14 @@ class RankTrainingState:
         numbers, one parameter at a time; all ranks call it together."""
         weights, numbers = self._trainer.weights, dict[str, Tensor]()
         if (stored := weights.own_masters.get(name)) is not None:
-            numbers[name] = stored.new_empty(len(stored) * NF4_BLOCK, dtype=torch.float32)
+            unit = NF4_KINDS[self._plan.quantised_kind]
+            numbers[name] = stored.new_empty(len(stored) * unit, dtype=torch.float32)
         blocks = local_blocks(self._plan, "model", numbers, self._communicator.coordinates)
         pieces = [p for p in start_weights.pieces if p.name == weight.name]
         fill_blocks(pieces, start_weights.fetch, [weight], blocks, self._world)
-        weights.quantise_weights(numbers)
+        parts = {str([b.box for b in blocks]): sum_scales(numbers[name])} if blocks else {}
+        sums = {place: n for part in all_gather_values(self._communicator, parts) for place, n in part.items()}
+        weights.quantise_weights(numbers, average_scales(sums.values(), prod(weight.shape)))
 
     def _open_initial_weights(self) -> InitialWeights:
         """Open the weights of train.init, and check that all ranks see the same files. Raises Refused on all ranks

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from platform.boundary.redaction import strip_url_secrets
 from platform.boundary.refusals import (
     NAMED,
     ConfigError,
+    format_value,
     format_violation,
     refuse_all,
     refuse_failures,
@@ -44,7 +45,7 @@ from platform.model import build_model
 from platform.model.tuning import find_adapters
 from platform.optimizer.optimizers import AVERAGE
 from platform.plan.adapters import can_quantise
-from platform.plan.model_types import NF4_BLOCK, Parameter
+from platform.plan.model_types import NF4_BLOCK, NF4_UNITS, Parameter
 from platform.runtime.normal_floats import round_to_normal_floats
 from platform.runtime.parallel_ops import draw_initial_block
 from platform.weights import FROM_HF, tensor_names
@@ -328,8 +329,10 @@ def _open_adapted_weights(
     notes = [*weights.notes]
     if config.tune.kind != tune.kind and "qlora" in (config.tune.kind, tune.kind):
         notes.append(_IN_4_BITS[tune.kind == "qlora", config.tune.kind == "none"])
+    elif config.tune.double != tune.double and config.tune.kind == "qlora":
+        notes.append(f"adapters trained with tune.double={format_value(tune.double)}: their base is other numbers here")
     if config.tune.kind == "none":
-        fetch_base = _fetch_as_quantised(weights, config.model) if tune.kind == "qlora" else weights.fetch
+        fetch_base = _fetch_as_quantised(weights, config.model, tune.double) if tune.kind == "qlora" else weights.fetch
         return replace(weights, url=url, fetch=stored.merge_products(fetch_base), base=base, notes=notes)
     if differs := stored.describe_difference(find_adapters(config.model, config.tune, build_model(config.model))):
         raise ConfigError(KEY, url, f"holds other adapters: {differs}")
@@ -352,10 +355,15 @@ _IN_4_BITS = {
 }
 
 
-def _fetch_as_quantised(weights: InitialWeights, model: Model) -> Fetch[Any]:
+def _fetch_as_quantised(weights: InitialWeights, model: Model, double: bool = False) -> Fetch[Any]:
     """Return a function that reads pieces of weights; the weights that QLoRA keeps in 4 bits, as numbers made of
-    these."""
+    these; `double`: their scales are in 8 bits."""
     shapes = {f"model.{name}": shape for name, (p, shape) in list_parameters(model).items() if can_quantise(p)}
+
+    @lru_cache(maxsize=1)
+    def round_weight(name: str, box: Box) -> Tensor:
+        """Return the numbers that the block `box` of a weight becomes in 4 bits."""
+        return round_to_normal_floats(read_weight(weights, name, box).float(), [*NF4_UNITS][double])
 
     def fetch_quantised(wanted: Sequence[Piece[Any]], into: Sequence[Tensor]) -> None:
         """Read wanted pieces of weights, in 4 bits where they are kept so: by the rows that have whole blocks."""
@@ -365,11 +373,10 @@ def _fetch_as_quantised(weights: InitialWeights, model: Model) -> Fetch[Any]:
         for piece, memory in pairs:
             if shape := shapes.get(piece.name):
                 box = Box.whole_tensor(shape)
-                if prod(shape[1:]) % NF4_BLOCK == 0:
+                if prod(shape[1:]) % NF4_BLOCK == 0 and not double:  # else all scales have one mean
                     box = Box((piece.box.offset[0], *box.offset[1:]), (piece.box.extent[0], *shape[1:]))
-                numbers = round_to_normal_floats(read_weight(weights, piece.name, box).float())
                 block = memory.view(DTYPES[piece.dtype]).view(piece.box.extent)
-                block.copy_(numbers[piece.box.relative_slices(box)])
+                block.copy_(round_weight(piece.name, box)[piece.box.relative_slices(box)])
 
     return fetch_quantised
 

@@ -202,6 +202,7 @@ model.rope_share=0.5 model.positions=rope model.d_kv=6 | model.rope_share=0.5: r
 model.positions=rope model.rope_short=[1] | model.rope_short=[1.0]: has 1 numbers; model.rope_scaling=none has one | []
 model.kv_latent=8 model.rope_share=0.5 | model.rope_share=0.5: model.kv_latent=8 rotates model.d_rope elements | 1
 model.predict_ahead=1 model.kind=encoder | model.predict_ahead=1: model.kind=encoder has no such modules | 0
+tune=lora tune.double=true | tune.double=true: tune=lora has no scales | false, tune=qlora
 model.predict_ahead=4 model.length=4 | model.predict_ahead=4: must be < model.length=4, tokens further on | 3
 model.linear_layers=[9] | model.linear_layers=9: layers are 0 to 3 | 3
 model.linear_layers=[1] model.linear_value_heads=6 model.linear_key_heads=4 | model.linear_value_heads=6: must be a | 8

@@ -15,7 +15,7 @@ router_jitter"""
 TRAIN = (
     "global_batch ramp_from ramp_by ramp_samples length_ramp loss loss_settings teacher init init_averaged freeze ema"
 )
-TUNE = "kind rank alpha rslora targets dropout"
+TUNE = "kind rank alpha rslora targets double dropout"
 PLANNED = ("tune.", "model.", "tensor.", "branch.", "pipeline.", "parallel.", "quantise.", "train.global_batch",
            "train.microbatch")  # fmt: skip
 PATHS = "run.dir data.cache pipeline.file checkpoint.url model.source eval.task_folder train.teacher"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from platform.checkpoint.blocks import Box, join_chains, list_written_parts
-from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
+from platform.plan.model_types import NF4_UNITS
 from platform.plan.plan import Plan
 from platform.train.trainer import Trainer
 from platform.train.training_state import RankTrainingState
@@ -53,7 +53,8 @@ def check_held(trainer: Trainer) -> None:
 
 def elements_of(w: Tensor) -> int:
     """How many elements of a parameter there are, perhaps in 4 bits."""
-    return w.numel() // NF4_BYTES * NF4_BLOCK if w.dtype == torch.uint8 else w.numel()
+    units = {nbytes: elements for elements, nbytes in NF4_UNITS.items()}
+    return len(w) * units[w.shape[-1]] if w.dtype == torch.uint8 and w.numel() else w.numel()
 
 
 def check_stages(plan: Plan) -> None:

@@ -29,7 +29,7 @@ from platform.config.fields import Model as ModelConfig
 from platform.config.fields import Tensor as TensorConfig
 from platform.data.special_tokens import SpecialIds
 from platform.optimizer.optimizers import NOT_OF_FACTORED, NOT_OF_MATRICES, probe_optimizer_state
-from platform.plan.model_types import NF4_BLOCK, Parameter
+from platform.plan.model_types import NF4_KINDS, Parameter
 from platform.plan.operation_plan import collective_label
 from platform.plan.plan import Plan
 from platform.plan.simulate import stage_rows
@@ -275,7 +275,7 @@ def numbers_of(trainer: Trainer) -> dict[str, Tensor]:
     plan, numbers = trainer.plan, {n: w.detach().clone() for n, w in trainer.weights.master.items()}
     for p in (p for p in trainer.stage.parameters if p.name in frozenset(plan.quantised) and numbers[p.name].numel()):
         stored, shape = numbers[p.name], plan.block_shape(p, trainer.communicator.coordinates)
-        flat = decode_weights(stored, torch.empty(len(stored) * NF4_BLOCK, dtype=torch.float64))
+        flat = decode_weights(stored, torch.empty(len(stored) * NF4_KINDS[plan.quantised_kind], dtype=torch.float64))
         numbers[p.name] = flat.view(shape) if flat.numel() == torch.Size(shape).numel() else flat
     return numbers
 

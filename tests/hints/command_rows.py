@@ -62,6 +62,8 @@ plan tune=lora tune.dropout=0.5 model.experts=2
 plan tune.rank=8
 plan tune=qlora model.d_model=36 model.heads=4
 plan tune=qlora train.freeze=[embedding]
+plan tune=qlora tune.double=true model.d_model=64
+plan tune=lora tune.double=true
 plan optimizer.betas=[1]
 plan data.input_field=x
 plan data.sources.a.path=x

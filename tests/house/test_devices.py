@@ -23,6 +23,7 @@ MAY_WAIT = {
     "runtime/host_memory.py:all_gather_texts": "host memory",
     "runtime/host_memory.py:broadcast_text": "host memory",
     "runtime/compilation.py:_explain_why_compiler_fails": "tries the compiler, before a generation forms",
+    "runtime/normal_floats.py:sum_scales": "weights are stored before any step",
     "train/generator.py:extend_beams": "beams are chosen on the host",
     "train/generator.py:_share_numbers": "answers are sent to the driver",
     "train/generator.py:_build_continuation": "tokens are sent to the driver",

@@ -7,9 +7,16 @@ import random
 import pytest
 import torch
 
-from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
+from platform.plan.model_types import NF4_BLOCK, NF4_BYTES, NF4_DOUBLE, NF4_UNITS
 from platform.runtime import compilation, normal_floats
-from platform.runtime.normal_floats import NORMAL_FLOATS, decode_weights, encode_weights, round_to_normal_floats
+from platform.runtime.normal_floats import (
+    NORMAL_FLOATS,
+    average_scales,
+    decode_weights,
+    encode_weights,
+    round_to_normal_floats,
+    sum_scales,
+)
 
 VALUES = torch.tensor(NORMAL_FLOATS, dtype=torch.float64)
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -42,6 +49,56 @@ def test_the_numbers_are_those_of_bitsandbytes(seed, dtype):
     assert torch.equal(stored[:, 4:].flatten(), codes.flatten())
     assert torch.equal(stored[:, :4].contiguous().view(torch.float32).flatten(), state.absmax)
     assert torch.equal(round_to_normal_floats(weights), functional.dequantize_4bit(codes, state).flatten())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scales_in_8_bits_are_those_of_bitsandbytes(seed):
+    """Its values and numbers bit for bit, and its codes: of the definition, which its CPU kernel takes from a table, so
+    that it takes a neighbour where two are about as near."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="no bitsandbytes")
+    weights = drawn(seed, 256 * 5)
+    codes, state = functional.quantize_4bit(weights, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True)
+    values = normal_floats._build_scale_values(weights.device)
+    assert torch.equal(values, state.state2.code)
+    offset = average_scales([sum_scales(weights)], weights.numel())
+    assert abs(offset / state.offset.item() - 1) < 2**-22  # a mean in fp32, of which ours is the nearest number
+    stored = encode_weights(weights, NF4_DOUBLE, state.offset.item())
+    wide, scales = stored[:, :8].contiguous().view(torch.float32), stored[:, 8:264].flatten()
+    assert stored.nbytes == 5 * NF4_UNITS[NF4_DOUBLE] and torch.equal(stored[:, 264:].flatten(), codes.flatten())
+    assert torch.equal(wide[:, 0], state.state2.absmax) and (wide[:, 1] == state.offset).all()
+    # by its own code for types that its kernels do not know
+    apart = weights.view(-1, NF4_BLOCK).abs().amax(1) - state.offset
+    plain, _ = torch.ops.bitsandbytes.quantize_blockwise.default(apart.double(), values, 256)
+    assert torch.equal(scales, plain) and (scales != state.absmax).sum() < 0.01 * len(scales)
+    state.absmax = plain
+    numbers = functional.dequantize_4bit(codes, state).flatten()
+    assert torch.equal(decode_weights(stored, torch.empty_like(weights)), numbers)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_each_scale_is_the_nearest_value_and_no_order_of_parts_changes_the_mean(dtype):
+    weights, r = drawn(3, 256 * 4, dtype), random.Random(2)
+    scales = weights.float().view(-1, NF4_BLOCK).abs().amax(1)
+    offset = average_scales([sum_scales(weights)], weights.numel())
+    parts = list(weights.split(NF4_DOUBLE))
+    r.shuffle(parts)
+    assert average_scales(map(sum_scales, parts), weights.numel()) == offset
+    assert offset == scales.double().mean().float().item()
+    apart = (scales - offset).view(-1, 256)
+    largest, values = apart.abs().amax(1, keepdim=True), normal_floats._build_scale_values(weights.device)
+    nearest = (apart / largest).unsqueeze(-1).double().sub(values.double()).abs().argmin(-1)
+    plain = encode_weights(weights)
+    plain[:, :4] = (values[nearest] * largest + offset).view(-1, 1).view(torch.uint8)
+    assert torch.equal(round_to_normal_floats(weights, NF4_DOUBLE), decode_weights(plain, torch.empty_like(weights)))
+
+
+def test_a_unit_that_is_no_numbers_spoils_no_other():
+    weights = drawn(3, 256 * 3).abs() + 1
+    weights[NF4_DOUBLE + 5] = float("nan")
+    numbers = round_to_normal_floats(weights, NF4_DOUBLE).view(3, -1)
+    assert numbers[0].isfinite().all() and not numbers[1].isfinite().any() and numbers[2].isfinite().all()
+    zeros = torch.zeros(NF4_DOUBLE)
+    assert torch.equal(round_to_normal_floats(zeros, NF4_DOUBLE), zeros)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from platform.checkpoint.blocks import Box, Piece
+from platform.plan.model_types import NF4_DOUBLE
 from platform.predict.make_plan import make_plan
 from platform.runtime.normal_floats import round_to_normal_floats
 from platform.train.training_state import RankTrainingState
@@ -48,6 +49,33 @@ def test_the_base_is_read_into_4_bits(tmp_path, name, family):
             base = read_weight(weights, f"model.{parameter}").float()
             wanted = round_to_normal_floats(base) if parameter in plan.quantised else base
             assert torch.equal(whole, wanted.double()), parameter
+
+
+@pytest.mark.parametrize("name", ["zero 3", pytest.param("stages", marks=full)])
+def test_the_base_is_read_with_the_mean_of_all_scales(tmp_path, name):
+    """With scales in 8 bits (tune.double), of which each rank has a part."""
+    ours = {"d_model": 128, "d_kv": 32, "d_ff": 256, "heads": 4, "kv_heads": 4}
+    folder = written(tmp_path / "base", "llama", ours=ours)
+    c = configure(**PLANS[name], **vars(open_importable(str(folder), "source").model))
+    c.tune.kind, c.tune.double, c.tune.rank, c.train.init = "qlora", True, 3, str(folder)
+    plan, weights = make_plan(c), open_initial_weights(c)
+
+    def on_rank(communicator):
+        trainer = trainer_of(c, plan, communicator, fresh=False)
+        RankTrainingState(trainer).load_initial_weights()
+        check_held(trainer)
+        return Result(communicator.rank, 0.0, 0.0, {}, numbers_of(trainer), {}, [], None, [])
+
+    for parameter, whole in assemble(plan, run_threads(plan.mesh, on_rank), lambda r: r.initial).items():
+        if parameter in plan.quantised:
+            base = read_weight(weights, f"model.{parameter}").float()
+            assert torch.equal(whole, round_to_normal_floats(base, NF4_DOUBLE).double()), parameter
+    read = importing._fetch_as_quantised(weights, c.model, double=True)
+    wanted = round_to_normal_floats(read_weight(weights, "model.layers.1.mlp.down").float(), NF4_DOUBLE)
+    piece = Piece("model.layers.1.mlp.down", "float32", Box((3, 5), (7, 11)), None)
+    memory = torch.empty(piece.nbytes, dtype=torch.uint8)
+    read([piece], [memory])
+    assert torch.equal(memory.view(torch.float32).view(7, 11), wanted[3:10, 5:16])
 
 
 def run(folder: Path, directory: Path, *more: str):

@@ -20,9 +20,9 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def tuned(name: str, kind: str = "qlora"):
+def tuned(name: str, kind: str = "qlora", double: bool = False):
     c = configured(**{**WIDE, **PLANS[name]})
-    c.tune.kind, c.tune.rank = kind, 4
+    c.tune.kind, c.tune.rank, c.tune.double = kind, 4, double
     return c
 
 
@@ -31,3 +31,8 @@ def tuned(name: str, kind: str = "qlora"):
 )
 def test_what_is_needed_is_what_is_held(name):
     holds(tuned(name))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=full) for n in PLANS if "1d_sp" not in n])
+def test_scales_in_8_bits_are_counted(name):
+    holds(tuned(name, double=True))

@@ -168,6 +168,7 @@ HOST_BOUND = {
     "attention again": "model=t5_large_mod branch=none recompute=selective",
     "adapters": "model=gpt3_13b tune=lora",
     "adapters beside 4 bits": "model=gpt3_13b tune=qlora",
+    "scales in 8 bits": "model=gpt3_13b tune=qlora tune.double=true",
     "weights apart": "model=gpt3_13b pipeline=zb_h1 pipeline.stages=2 train.microbatch=1",
 }
 
