@@ -723,6 +723,10 @@ class Quantise:
     block: int = key(128, "quantise.scale=block: elements with one scale along what a product contracts", ">= 1",
                      most=10**5)  # fmt: skip
     powers: str = key("auto", "scales are powers of two; auto: of block and mx", ("auto", "on", "off"))
+    gather: str = key(
+        "auto", "parallel.zero=3 gathers weights in 8 bits where their numbers stay equal bit for bit; auto: unless a"
+        " step would be slower on the hardware that is named", ("auto", "on", "off"),
+    )  # fmt: skip
     gradients: str = key("e4m3", "form of gradients; e5m2 has a wider range, and one bit less", ("e4m3", "e5m2"))
     layers: list[str] = key(
         ["*"], "patterns of weights whose products are in 8 bits; all weights that share an input",

@@ -8,6 +8,6 @@ parts, loans of experts. A check finds the unsound parts of a plan, a summary de
 user's model are refused with their file and line.
 
 Its files in reading order: layout, scheme, model_types, adapters, rule, quantisation, operation_plan, planner, plan,
-chunks, plan_builder, gather_order, generation_passes, plan_data, accelerators, step_collectives, whole_blocks,
-schedule, simulate, generators, gantt, plan_check, operation_forms, plan_summary.
+chunks, gathered_tiles, plan_builder, gather_order, generation_passes, plan_data, accelerators, step_collectives,
+whole_blocks, schedule, simulate, generators, gantt, plan_check, operation_forms, plan_summary.
 """

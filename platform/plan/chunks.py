@@ -29,7 +29,7 @@ from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import global_extents
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import Ops, count_flops
-from platform.plan.quantisation import mark_quantised
+from platform.plan.quantisation import WeightTiles, mark_quantised
 from platform.plan.schedule import place_layers
 
 FlowSpecs = tuple[tuple[str, Spec], ...]  # activations by name
@@ -247,6 +247,7 @@ class Bucket:
     are equal, large ones in multiples of SHARD_UNIT. `held`: elements that a rank has of each block, if it has less and
     zeros behind them. `frozen`: its parameters take no gradient, and ranks keep of them what they compute with
     alone, in shards under ZeRO-3. `quantised`: ranks keep them in 4 bits, so many elements (NF4_UNITS) together.
+    `tiles`: of each, if they are gathered in 8 bits.
     """
 
     axes: tuple[str, ...]
@@ -260,6 +261,7 @@ class Bucket:
     held: tuple[int, ...] = ()
     frozen: bool = False
     quantised: int = 0
+    tiles: tuple[WeightTiles, ...] = ()
 
     @cached_property
     def name(self) -> str:
@@ -281,6 +283,21 @@ class Bucket:
         if self.quantised:
             return self.shard_elements // self.quantised * NF4_UNITS[self.quantised]
         return (self.shard_elements if self.frees_weights else self.elements) * itemsize
+
+    @property
+    def has_narrow_gather(self) -> bool:
+        """Return True if ranks gather this bucket's parameters in 8 or 4 bits, of which numbers are made."""
+        return bool(self.quantised or self.tiles)
+
+    @property
+    def narrow_shard_bytes(self) -> int:
+        """Return the bytes of one of this bucket's shards in 8 or 4 bits."""
+        return self.shard_elements if self.tiles else self.count_kept_bytes(1)
+
+    @cached_property
+    def tile_count(self) -> int:
+        """Return how many tiles with one scale of 8 bits this bucket is gathered in."""
+        return sum(prod(tiles.shape) for tiles in self.tiles)
 
     @property
     def shard_elements(self) -> int:
@@ -364,6 +381,7 @@ def build_buckets(
     scaled: Collection[str] = (),
     frozen: Collection[str] = (),
     quantised: int = 0,
+    tiles: Mapping[str, WeightTiles] | None = None,
 ) -> list[Bucket]:
     """Put groups of parameters, which come in the order of the forward pass, into flat buckets.
 
@@ -372,7 +390,7 @@ def build_buckets(
     buckets; `sizes`: elements of the local blocks. `shards`: ranks along each axis over which stage `zero` of ZeRO
     shards; `scaled`: names of parameters whose blocks of SCALE_BLOCK elements no shard may divide; `frozen`: names
     of parameters that lie apart from others, as in Bucket; `quantised`: elements in 4 bits that all of them keep
-    together, 0 for none.
+    together, 0 for none; `tiles`: the tiles of each, by its name.
     """
     buckets: list[Bucket] = []
     open_: dict[tuple, list[Parameter]] = {}  # (axes, only, frozen) -> parameters of the bucket being filled
@@ -391,7 +409,8 @@ def build_buckets(
             in_blocks = ranks > 1 and (quantised or members[0].name in scaled)
             unit = max(SCALE_BLOCK, quantised) if in_blocks else SHARD_UNIT if large else 1
             size, stage = pad_to_multiple(sum(counts), ranks * unit), zero if sharded else 0
-            how = sharded, ranks, stage, (), still, quantised
+            narrow = tuple(tiles[p.name] for p in members) if tiles and sharded else ()
+            how = sharded, ranks, stage, (), still, quantised, narrow
             buckets.append(Bucket(axes, only, tuple(members), counts, size, *how))
         open_.clear()
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import prod
 
 from platform.plan.chunks import ADDS_WIDE, BUCKET_MIB, Bucket, Chunk, axes_of_replication, build_buckets, group_by_span
+from platform.plan.gathered_tiles import GatheredTiles, find_gathered_tiles
 from platform.plan.layout import Layout, Mesh, Stretch, is_at_index_zero, locate_block, pad_to_multiple
 from platform.plan.model_types import (
     NF4,
@@ -71,6 +72,7 @@ class Plan:
     `mlp_chunks`: chunks of rows in which a rank computes a feed-forward layer.
     `compiles_collectives`: blocks are compiled whole though collectives lie in them.
     `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
+    `gathers_tiles`: ZeRO-3 gathers weights in 8 bits where it can.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
     `shorter`: plans of steps with shorter sequences (train.length_ramp), by length: the same ranks hold the same
     parameters, and activations have other shapes.
@@ -97,6 +99,7 @@ class Plan:
     mlp_chunks: int = 1
     compiles_collectives: bool = False
     bucket_mib: int = BUCKET_MIB
+    gathers_tiles: bool = False
     warnings: tuple[str, ...] = ()
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     quantised: tuple[str, ...] = ()
@@ -336,15 +339,25 @@ class Plan:
         sizes = {name: prod(self.local_shape(p)) for name, p in declared.items()}
         limit = (self.bucket_mib << 20) // self.itemsize["master"]
         shards = {a: self.mesh.axes[a] for a in self.sharded}
-        kinds, quantised = (self.scaled, self.frozen), frozenset(self.quantised)
-        plain, in_4_bits = (
-            [(k, [p for p in ps if (p.name in quantised) == is_quantised]) for k, ps in groups]
-            for is_quantised in (False, True)
+        kinds, tiles = (self.scaled, self.frozen), self.find_gathered_tiles(stage).tiles if self.gathers_tiles else {}
+        bits = dict.fromkeys(tiles, 8) | dict.fromkeys(self.quantised, 4)
+        plain, in_8_bits, in_4_bits = (
+            [(k, [p for p in ps if bits.get(p.name, 16) == number]) for k, ps in groups] for number in (16, 8, 4)
         )
         return [
             *build_buckets(plain, reduced, sizes, shards, self.zero, limit, *kinds),
+            *build_buckets(in_8_bits, reduced, sizes, shards, self.zero, limit, *kinds, tiles=tiles),
             *build_buckets(in_4_bits, reduced, sizes, shards, self.zero, 0, *kinds, NF4_KINDS[self.quantised_kind]),
         ]
+
+    def find_gathered_tiles(self, stage: int) -> GatheredTiles:
+        """Return in which tiles ZeRO-3 can gather weights of a stage in 8 bits, and why not others of its products."""
+        if self.zero != 3:
+            return GatheredTiles({}, {})
+        chunks = (c.operations for c in self.chunks if c.stage == stage)
+        parameters = {p.name: p for p in self.parameters if p.name not in self.quantised}
+        apart = {name for name, stages in self.stages_of.items() if len(stages) > 1} | {*self.uneven_parameters}
+        return find_gathered_tiles(self.planner, [o for c in chunks for o in c.values()], parameters, apart)
 
     @cached_property
     def bucket_by_parameter(self) -> dict[str, Bucket]:

@@ -56,6 +56,7 @@ _LATER: dict[type, dict[str, Any]] = {
         "quantised": (),
         "quantised_kind": NF4,
         "compiles_collectives": False,
+        "gathers_tiles": False,
     },
     Planner: {"frozen": ()},
     Scheme: {"diagonal": ()},

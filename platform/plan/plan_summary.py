@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 
+from platform.plan.chunks import common_name
 from platform.plan.layout import DIMS, Stretch, format_count
 from platform.plan.model_types import AUTO, NF4
 from platform.plan.operation_plan import PlannedOperation
@@ -194,6 +195,19 @@ def _describe_scaled_products(plan: Plan) -> str:
     return f", {products} products of {len(scaled)} weights in 8 bits with {how.title}{but}"
 
 
+def _describe_gathers(plan: Plan) -> str:
+    """Return the words on how ZeRO-3 gathers the weights of products in 8 bits for the description; "" for none."""
+    kinds = [plan.find_gathered_tiles(stage) for stage in range(plan.num_stages)]
+    others = {name: why for kind in kinds for name, why in kind.others.items()}
+    reasons = dict.fromkeys(others.values())
+    as_they_are = [
+        f"; {common_name([n for n in others if others[n] == why])} gathered as they are: {why}" for why in reasons
+    ]
+    tiled = format_count(sum(len(kind.tiles) for kind in kinds), "weight")
+    how = "in 8 bits" if plan.gathers_tiles else "as they are: quantise.gather"
+    return (f"; {tiled} gathered {how}" if any(kind.tiles for kind in kinds) else "") + "".join(as_they_are)
+
+
 def _describe_sharding(plan: Plan) -> str:
     """Return the words on the sharding of parameters or their updates (ZeRO) for the description; "" for none."""
     if not plan.sharded:
@@ -201,7 +215,7 @@ def _describe_sharding(plan: Plan) -> str:
     groups = dict.fromkeys("+".join(b.sharded) for b in plan.buckets if b.sharded)
     over = f"chunks over {' or '.join(groups)}"
     if plan.zero == 3:
-        return f", kept in {over}"
+        return f", kept in {over}{_describe_gathers(plan)}"
     return f", updated in {over} ({plan.count_masters_of_rank(plan.mesh.rank_coordinates(0)):,} per worker)"
 
 

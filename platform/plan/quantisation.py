@@ -45,6 +45,11 @@ class Quantisation:
         return by_scale.get(self.scale, ((1, b), (1, b)))
 
     @property
+    def has_equal_tiles(self) -> bool:
+        """Return True if both passes make the same numbers of a weight in 8 bits, and make them again of themselves."""
+        return self.scale == "block" and self.powers
+
+    @property
     def title(self) -> str:
         """Return how numbers are scaled to 8 bits, for people."""
         of = f"{self.scale} of {self.block}" if self.scale in EXACT else self.scale
@@ -63,6 +68,22 @@ class ScaledProducts:
     def axes_of_maximum(self, product: str, operand: int) -> tuple[str, ...]:
         """Return the axes over which the maxima of an operand of a product in 8 bits are taken."""
         return next((axes for p, n, axes in self.maxima if (p, n) == (product, operand)), ())
+
+
+@dataclass(frozen=True)
+class WeightTiles:
+    """Square tiles with one scale of 8 bits each, of `block` rows and columns, the last ones shorter, in which a weight
+    is gathered: its block on a rank is so many `matrices` of `rows` and `columns`, one after another."""
+
+    block: int
+    matrices: int
+    rows: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the tiles of a weight in 8 bits: [matrices, along rows, along columns]."""
+        return self.matrices, -(-self.rows // self.block), -(-self.columns // self.block)
 
 
 def arrange_product(x: T, weight: T, out: T, product: str) -> tuple[T, T, T]:

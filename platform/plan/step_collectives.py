@@ -159,15 +159,26 @@ def recompute_gathers(plan: Plan, chunk: Chunk) -> Iterator[tuple[Spec, Collecti
 DECODED = {True: (0.5 + 3 * 4 / NF4_BLOCK, 2), False: (0.5 + 2 * 2 + 2 * 4 + 3 * 4 / NF4_BLOCK, 4)}
 
 
+# The same of 8 bits that are gathered, and kernels for each weight: numbers of a shard are multiplied in fp32, cut off,
+# rounded and copied, by factors that are laid out; what comes is copied and, if that is not compiled, multiplied in
+# place.
+ROUNDED, SPREAD = (4 + 2 * 4 + 4 + 3, 5), {True: (1, 2), False: (3, 3)}
+
+
 def list_decodings(plan: Plan, chunk: Chunk, compiles: bool) -> Iterator[tuple[str, float, int]]:
-    """Yield (phase, bytes moved, kernels) for each bucket in 4 bits of which a pass of a chunk makes numbers."""
+    """Yield (phase, bytes moved, kernels) for each bucket in 4 or 8 bits of which a pass of a chunk makes numbers."""
     spans, (beside, kernels) = plan.buckets_by_chunk_span[chunk.number], DECODED[compiles]
+    number = plan.itemsize["compute"]
     for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
-        for bucket in (b for b in buckets if b.quantised):
-            moved, more = bucket.elements * (beside + plan.itemsize["compute"]), 0
-            if bucket.quantised > NF4_BLOCK:  # a scale as a byte, an index, a value, times one, plus one
-                moved, more = moved + bucket.elements * (1 + 2 * 4 + 3 * 2 * 4) / NF4_BLOCK, 4
-            yield phase, moved, (kernels + more) * -(-bucket.elements // NF4_PIECE["cuda"])
+        for b in (b for b in buckets if b.quantised):
+            moved, more = b.elements * (beside + number), 0
+            if b.quantised > NF4_BLOCK:  # a scale as a byte, an index, a value, times one, plus one
+                moved, more = moved + b.elements * (1 + 2 * 4 + 3 * 2 * 4) / NF4_BLOCK, 4
+            yield phase, moved, (kernels + more) * -(-b.elements // NF4_PIECE["cuda"])
+        for b in (b for b in buckets if b.tiles):
+            times, launches = SPREAD[compiles]
+            moved = b.shard_elements * (ROUNDED[0] + number) + b.elements * (1 + times * number)
+            yield phase, moved, len(b.tiles) * (ROUNDED[1] + launches)
 
 
 class BucketCollective(NamedTuple):
@@ -209,8 +220,11 @@ def bucket_collectives(plan: Plan) -> Iterator[BucketCollective]:
     for spans in plan.buckets_by_chunk_span.values():
         for phase, buckets in zip(("forward", "backward"), buckets_to_gather(spans, plan.turns), strict=True):
             gathered += [(phase, b, plan.microbatches) for b in buckets if b.frees_weights]
+    for b in (b for b in plan.buckets if b.tiles):
+        maxima = Collective("all_reduce", b.sharded, b.tile_count, "accumulate", "update", b.only)
+        yield BucketCollective("parameters", maxima, 1, b, b.parameters)
     for phase, b, times in gathered:
-        size, dtype = (b.count_kept_bytes(1), "bytes") if b.quantised else (b.shard_elements, "compute")
+        size, dtype = (b.narrow_shard_bytes, "bytes") if b.has_narrow_gather else (b.shard_elements, "compute")
         for c in launches(plan.gather_steps(b), (size,), phase, dtype):
             yield BucketCollective("parameters", c, times, b, b.parameters)
 

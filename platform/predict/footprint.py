@@ -22,6 +22,7 @@ from platform.plan.model_types import Parameter
 from platform.plan.operation_plan import PlannedOperation
 from platform.plan.operations.op import GradientKey, MeteredStorage, Value
 from platform.plan.plan import Plan
+from platform.plan.quantisation import SCALE_BYTES
 from platform.plan.schedule import SENDS_IN_FLIGHT, Action, Kind, mark_completed_chunks
 from platform.plan.step_collectives import count_factors_of_rank, grad_norm_slices, matrix_sides, resolve_auto_kernels
 from platform.predict.meter import MemoryMeter, MeteredSums
@@ -71,7 +72,7 @@ def _build_operation_memory_key(plan: Plan, planned: PlannedOperation, name: _Na
 def _build_bucket_memory_key(plan: Plan, b: Bucket, name: _Names) -> tuple:
     """Return what of a bucket decides the bytes of its sums of gradients."""
     parameters = tuple((name(p.name), p.name in plan.multi_use_parameters) for p in b.parameters)
-    return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held, b.quantised
+    return b.axes, b.only, parameters, b.sizes, b.elements, b.sharded, b.shards, b.zero, b.held, b.quantised, b.tiles
 
 
 Coordinates = Mapping[str, int]  # a worker's place: mesh axis -> index
@@ -93,8 +94,10 @@ def weight_bytes(plan: Plan, moments: int, at: Coordinates | None = None) -> dic
     less = plan.count_masters_of_parameters((*plan.matrices, *plan.factored), at)
     saved = plan.count_saved_state_bytes(plan.count_own_masters(at)) if plan.stored.count else 0
     kept = 2 if plan.stored.masters == "split" else master  # the other half is the copy to compute with
+    scales = sum(b.tile_count for b in buckets) * SCALE_BYTES
+    copies = sum(b.count_kept_bytes(compute) for b in (*apart, *frozen)) + scales
     return {
-        "parameters": masters * kept + states * master + sum(b.count_kept_bytes(compute) for b in (*apart, *frozen)),
+        "parameters": masters * kept + states * master + copies,
         "gradients": sum(b.shard_elements if b.zero >= 2 else b.elements for b in trained) * master,
         "optimizer": (masters * moments - less + count_factors_of_rank(plan, at)) * master - saved,
     }

@@ -176,9 +176,10 @@ def _build_kind_plan(
         raise ConfigError([*lines, last + also, *others]) from None
     warnings = (*plan.warnings, *_warnings_of_ring(plan, config.model.dropout), *_warnings_of_emulation(plan))
     plan = _mark_special_updates(config, replace(plan, warnings=warnings))
-    from platform.predict.step_price import choose_bucket_size  # with numpy
+    from platform.predict.step_price import choose_bucket_size, chooses_narrow_gathers  # with numpy
 
     plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
+    plan = replace(plan, gathers_tiles=chooses_narrow_gathers(config, plan))
     of_optimizer = [optimizers.violations_of_patterns, optimizers.violations_of_splits]
     of_optimizer += [optimizers.violations_of_stored_states]
     checks = [*of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents]
@@ -306,7 +307,7 @@ def count_replicas(config: Config, workers: int | None) -> int:
     return workers // inner
 
 
-_SPECIAL = "matrices", "factored", "stored", "quantised", "quantised_kind", "bucket_mib"
+_SPECIAL = "matrices", "factored", "stored", "quantised", "quantised_kind", "bucket_mib", "gathers_tiles"
 
 
 def _mark_special_updates(config: Config, plan: Plan) -> Plan:

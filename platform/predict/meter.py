@@ -40,6 +40,7 @@ from platform.plan.operations.op import (
 )
 from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
+from platform.plan.quantisation import SCALE_BYTES
 from platform.plan.rule import JOIN, LENDING, VANISH, Conversion, RelayoutStep
 from platform.plan.whole_blocks import reasons_against_whole_blocks
 
@@ -347,13 +348,16 @@ class MemoryMeter(Ops):
             self._keep_only_gathered(self._spans[span])
             coming = next(filter(None, onwards), ())
             self._count_arriving_shards(coming)
-            self._keep_only_gathered((*self._spans[span], *(b for b in coming if not b.quantised)))
+            self._keep_only_gathered((*self._spans[span], *(b for b in coming if not b.has_narrow_gather)))
 
     def _count_arriving_shards(self, buckets: Sequence[Bucket]) -> None:
-        """Count the shards in 4 bits that are gathered for a span, and are not numbers yet, and no others."""
+        """Count the shards in 4 or 8 bits that are gathered for a span, and are not numbers yet, and no others."""
         self._arriving.clear()
-        missing = (b for b in buckets if b.quantised and b.sharded and id(b) not in self._whole)
-        self._arriving = [self.integers(b.shards * b.count_kept_bytes(1), 1) for b in missing]
+        missing = [b for b in buckets if b.has_narrow_gather and b.sharded and id(b) not in self._whole]
+        for b in (b for b in missing if b.tiles):  # a weight of a shard, as it is rounded
+            self.integers(min(b.shard_elements, max(b.sizes)), self.wide + 1)
+        sent = [b.shards + bool(b.tiles) for b in missing]
+        self._arriving = [self.integers(n * b.narrow_shard_bytes, 1) for n, b in zip(sent, missing, strict=True)]
 
     def _keep_only_gathered(self, buckets: Sequence[Bucket]) -> None:
         """Count only the parameter `buckets` as there in full: free others' bytes, allocate missing ones."""
@@ -364,6 +368,8 @@ class MemoryMeter(Ops):
         decoded = max((b.elements for b in missing.values() if b.quantised), default=0)
         if not self.compiles_functions:  # by one kernel
             self.integers(min(decoded, NF4_PIECE[self.device]), NF4_SCRATCH)  # freed at once
+        spread = [prod(t.shape[:2]) * t.columns for b in missing.values() for t in b.tiles]
+        self.integers(max(spread, default=0), SCALE_BYTES)
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Count function(x, *more), recomputed in the backward pass if activations of this `kind` are."""

@@ -143,6 +143,18 @@ def choose_bucket_size(config: Config, plan: Plan) -> int:
     return choose_bucket_mebibytes(plan, cast(Hardware, _find_named_hardware(config))) if size is None else size
 
 
+def chooses_narrow_gathers(config: Config, plan: Plan) -> bool:
+    """Return True if ZeRO-3 gathers weights of a configuration's plan in 8 bits: where it can, and makes no step slower
+    on the hardware that is named (quantise.gather=auto). Raises ConfigError for the hardware's file."""
+    narrow = replace(plan, gathers_tiles=True)
+    if config.quantise.gather == "off" or not any(b.tiles for b in narrow.buckets):
+        return False
+    hardware = _find_named_hardware(config) if config.quantise.gather == AUTO else None
+    if not hardware or base_precision(config.precision) not in hardware.peaks:
+        return True
+    return step_price(config, narrow, hardware).seconds <= step_price(config, plan, hardware).seconds
+
+
 def read_bucket_size(config: Config) -> int | None:
     """Return the MiB of gradients in a bucket of all plans of a configuration, but for ZeRO-3; None where links say."""
     if not isinstance(config.parallel.bucket_mib, str):

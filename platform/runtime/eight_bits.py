@@ -92,14 +92,20 @@ def choose_factors(maxima: Tensor, largest: float, powers: bool) -> Tensor:
 def quantise_matrices(x: Tensor, tile: Tile, form: str, powers: bool, maxima: Tensor | None = None) -> ScaledMatrix:
     """Return matrices x [.., rows, columns] in 8 bits of a `form`, e4m3 or e5m2, with a scale for each tile. `maxima`:
     of the tiles, if other ranks have parts of these."""
-    dtype, (rows, columns) = FORMS[form], x.shape[-2:]
+    dtype = FORMS[form]
     if not x.numel():
         return ScaledMatrix(x.to(dtype), find_tile_maxima(x, tile), tile)
-    largest = torch.finfo(dtype).max
-    factors = choose_factors(find_tile_maxima(x, tile) if maxima is None else maxima, largest, powers)
+    maxima = find_tile_maxima(x, tile) if maxima is None else maxima
+    factors = choose_factors(maxima, torch.finfo(dtype).max, powers)
+    return ScaledMatrix(round_tiles(x, tile, factors, dtype), 1 / factors, tile)
+
+
+def round_tiles(x: Tensor, tile: Tile, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return matrices x [.., rows, columns] times the factor of each tile, rounded to 8 bits of a `dtype`."""
+    largest, (rows, columns) = torch.finfo(dtype).max, x.shape[-2:]
     scaled = _view_as_tiles(x, tile) * factors[..., :, None, :, None]  # in fp32, or wider as x is
     values = scaled.clamp_(-largest, largest).to(dtype).flatten(-4, -3).flatten(-2)
-    return ScaledMatrix(values[..., :rows, :columns], 1 / factors, tile)
+    return values[..., :rows, :columns]
 
 
 def multiply_scaled(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype, powers: bool) -> Tensor:

@@ -197,8 +197,8 @@ class FlatBucket:
         name = f"gather {self.bucket.name}"
         return self._communicator.launch("all_gather", self.part, self.bucket.sharded, into=out, name=name)
 
-    def prefetch_parameters(self) -> None:
-        """Start the all-gather of this bucket's parameters (ZeRO-3), unless they are in memory or under way."""
+    def prefetch_parameters(self, as_they_are: bool = False) -> None:
+        """Start the all-gather of this bucket's parameters, `as_they_are` or narrow, unless it is done or under way."""
         if not self.resident and not self._gathering:
             self._take_memory()
             self._gathering = self._launch_gather(self._written)
@@ -207,9 +207,9 @@ class FlatBucket:
         """Give the compute copies memory, which they had no longer, of undefined content."""
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.itemsize)
 
-    def gather_parameters(self) -> None:
+    def gather_parameters(self, as_they_are: bool = False) -> None:
         """Wait for the all-gather of this bucket's parameters from the ranks' shards, starting it if need be."""
-        self.prefetch_parameters()
+        self.prefetch_parameters(as_they_are)
         if self._gathering:
             self._gathering.wait()
         self._gathering, self.resident = None, True

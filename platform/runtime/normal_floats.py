@@ -161,14 +161,14 @@ class QuantisedBucket(FlatBucket):
         """Return no copies: none stays to be checked."""
         return {}
 
-    def prefetch_parameters(self) -> None:
+    def prefetch_parameters(self, as_they_are: bool = False) -> None:
         """Start the all-gather of this bucket's shards in 4 bits, if ranks divide it, unless it is under way."""
         if not self.resident and self._arriving is None and self.here and self.bucket.sharded:
             self._arriving = self.masters.new_empty(self.bucket.shards, *self.masters.shape)
             self._gathering = self._launch_gather(self._arriving)
 
     @torch.no_grad()
-    def gather_parameters(self) -> None:
+    def gather_parameters(self, as_they_are: bool = False) -> None:
         """Wait for the all-gather of this bucket's shards, starting it if need be, and make numbers of them."""
         if self.resident:
             return

@@ -51,7 +51,7 @@ class ParameterResidency:
     backward pass. The clock of `communicator` notes when each span computes.
 
     `frees`: False where parameters stay once they are there (ZeRO-1 and 2): a span of the forward pass waits for those
-    that an update has begun to gather.
+    that an update has begun to gather. `as_they_are`: of passes without products in 8 bits, for which none is rounded.
     """
 
     def __init__(
@@ -62,10 +62,11 @@ class ParameterResidency:
         frees_parameters: bool,
         keeps_last_span: bool,
         prefetches: bool,
+        as_they_are: bool = False,
     ):
         """Prepare to gather the parameters of the model's `spans`, by pipeline chunk, each before its span runs."""
         self._communicator, self._spans, self._turns, self._ahead = communicator, spans, keeps_last_span, prefetches
-        self._frees = frees_parameters
+        self._frees, self._as_they_are = frees_parameters, as_they_are
         self._chunk: Spans = ()
         self._at = 0
         self._whole: Sequence[FlatBucket] = ()
@@ -125,13 +126,13 @@ class ParameterResidency:
                 bucket.release_parameters()
         self._whole = buckets
         for bucket in self._whole:
-            bucket.prefetch_parameters()
+            bucket.prefetch_parameters(self._as_they_are)
         for bucket in self._whole:
-            bucket.gather_parameters()
+            bucket.gather_parameters(self._as_they_are)
         onwards = spans[at + 1 :] if way > 0 else spans[:at][::-1]
         if self._ahead:
             for bucket in next((span.buckets for span in onwards if span.buckets), ()):
-                bucket.prefetch_parameters()
+                bucket.prefetch_parameters(self._as_they_are)
         clock.begin_span(name and f"{'forward' if way > 0 else 'backward'} {name}")
 
 

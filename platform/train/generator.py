@@ -189,7 +189,12 @@ class RankPass:
             pairs = zip(names, buckets, strict=True)
             spans[c.number] = [ResidentSpan(common_name(span) if frees else "", flat) for span, flat in pairs]
         return ParameterResidency(
-            self._communicator, spans, frees_parameters=frees, keeps_last_span=False, prefetches=True
+            self._communicator,
+            spans,
+            frees_parameters=frees,
+            keeps_last_span=False,
+            prefetches=True,
+            as_they_are=True,
         )
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from platform.runtime.communicator import Communicator
 from platform.runtime.matrices import AdafactorSums, MuonMatrices
 from platform.runtime.normal_floats import QuantisedBucket
 from platform.runtime.parallel_ops import ParallelOps
+from platform.runtime.tiled_gathers import TiledBucket
 from platform.train.rank_parameters import DTYPES, RankWeights
 
 
@@ -68,7 +69,7 @@ def build_rank(
     ops = ParallelOps(stage, communicator, weights.forward_tensors, config.model.dropout, compiles, overlap)
     ops.residency, ops.losses = weights.residency, loss_functions(config)  # ZeRO shards are gathered around a pass
     for flat in weights.buckets:
-        if isinstance(flat, QuantisedBucket):
+        if isinstance(flat, QuantisedBucket | TiledBucket):
             flat.compile_function = ops.compile_function
     if shared:
         return shared._replace(stage=stage, model=model, ops=ops)

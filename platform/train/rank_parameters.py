@@ -32,6 +32,7 @@ from platform.runtime.normal_floats import QuantisedBucket, average_scales, sum_
 from platform.runtime.parallel_ops import draw_initial_block, initialise
 from platform.runtime.residency import ParameterResidency, ResidentSpan
 from platform.runtime.staged_memory import StagingBuffers, allocate_host_zeros
+from platform.runtime.tiled_gathers import TiledBucket
 from platform.train.replies import RankRange
 
 # precision -> dtype of compute copies, dtype of master copies and summed gradients
@@ -70,7 +71,7 @@ class RankWeights:
         ahead; `reads_frozen`: frozen weights get no initial values, as they are read."""
         self._plan, self._overlap, self._staging = plan, overlap, StagingBuffers(communicator.device)
         low, high = DTYPES[plan.precision]
-        kinds = [QuantisedBucket if bucket.quantised else FlatBucket for bucket in plan.buckets]
+        kinds = [QuantisedBucket if b.quantised else TiledBucket if b.tiles else FlatBucket for b in plan.buckets]
         self.buckets = [kind(plan, communicator, b, low, high) for kind, b in zip(kinds, plan.buckets, strict=True)]
         self._trained = [flat for flat in self.buckets if not flat.bucket.frozen]
         for flat in self.buckets:
@@ -89,6 +90,8 @@ class RankWeights:
                     draw_initial_block(p, whole.shape, [(0, n) for n in whole.shape], seed or 0, whole)
                     flat.offsets[p.name] = average_scales([sum_scales(whole)], whole.numel())
                 flat.fill_parameter(p.name, block)
+            if isinstance(flat, TiledBucket) and seed is not None:
+                flat.start_maxima()
         self._bucket_of = by_name = {p.name: flat for flat in self.buckets for p in flat.bucket.parameters}
         self.compute = {p.name: by_name[p.name].compute[p.name] for p in plan.parameters}
         self.master = {p.name: by_name[p.name].master[p.name] for p in plan.parameters}

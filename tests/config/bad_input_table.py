@@ -304,6 +304,7 @@ data=preferences data.path=README.md data.packing=cut | data.packing=cut: data=p
 data=preferences data.path=README.md data.overlong=split | data.overlong=split: data=preferences keeps | drop
 data=preferences data.path=README.md train.loss=cross_entropy | train.loss=cross_entropy: data.objective=pref | dpo
 data=preferences data.path=README.md data.streaming=true | data.streaming=true: data=preferences is scored | false
+precision=fp8 quantise.gather=on | quantise.gather=on: weights keep their numbers under parallel.zero=3 | auto
 data.objective=preference | data.objective=preference: model.kind=decoder and data=stdlib | causal
 tensor.axes.t=3 | model.heads=4 is not divisible by tensor.axes.t=3 | tensor.axes.t=2 or 4
 tensor.axes.t=999983 parallel.data=1 | model.heads=4 is not divisible | tensor.axes.t=4

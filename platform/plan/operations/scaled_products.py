@@ -125,7 +125,7 @@ def describe_other_scales(planner: Planner, operation: Operation, group: EinsumG
         dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
         blocked = [d for d in contracted_dims(*dims) if d != "batch"]
         tensor, *_ = arrange_product(*tensors, product)
-        if cut := _find_cut(planner, tensor, blocked, compute, e.scaled.how.block):
+        if cut := find_cut_block(planner, tensor, blocked, compute, e.scaled.how.block):
             return f"{cut} inside a block of {how.block} with one scale"
         if (panels := group.panels) and panels.dim in blocked:
             sizes = planner.tensor_sizes(tensor)
@@ -135,8 +135,9 @@ def describe_other_scales(planner: Planner, operation: Operation, group: EinsumG
     return ""
 
 
-def _find_cut(planner: Planner, tensor: Operand, dims: Sequence[str], compute: Layout, block: int) -> str:
-    """Return the last of `dims` that axes cut inside a `block` of consecutive elements along all of them, and which."""
+def find_cut_block(planner: Planner, tensor: Operand, dims: Sequence[str], compute: Layout, block: int) -> str:
+    """Return the last of `dims` that axes of the layout `compute` cut inside a `block` of consecutive elements along
+    all of them, and which axes."""
     sizes = planner.tensor_sizes(tensor)
     split = [i for i, d in enumerate(dims) if planner.mesh.count_ranks(compute[d]) > 1]
     if not split:

@@ -59,7 +59,7 @@ def test_equals_one_process(name, data, zero):
 
 
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
-    "nobody waits": lambda patch: patch.setattr(FlatBucket, "gather_parameters", lambda self: None),
+    "nobody waits": lambda patch: patch.setattr(FlatBucket, "gather_parameters", lambda *_: None),
     "spans do not wait": lambda patch: patch.setattr(ParameterResidency, "_move_to_span", lambda *_: None),
     "the first span alone waits": lambda patch: patch.setattr(
         ParameterResidency, "run_block", lambda self, block, x: block(x)
