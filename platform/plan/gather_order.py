@@ -79,7 +79,8 @@ class ParameterPrefetcher(Generic[T]):
 
     `start(parameter, conversion)` starts one and returns it under way; `on`: False starts each where it is used.
     `again`: a stretch of the forward pass is run again for recomputation: nothing beyond it is started. Where
-    parameters are there span by span (`Plan.frees_weights`), nothing beyond a span is started either.
+    parameters are there span by span (`Plan.frees_weights`), or a block is compiled with its collectives, nothing
+    beyond a span is started either.
     """
 
     def __init__(self, plan: Plan, start_gather: Callable[[Parameter, Conversion], T], on: bool = True):
@@ -92,7 +93,7 @@ class ParameterPrefetcher(Generic[T]):
         times = Counter(fetch.use for fetches in chunks for fetch in fetches)
         chunks = [[fetch for fetch in fetches if times[fetch.use] == 1] for fetches in chunks]
         self._converted: Mapping[Use, Converted] = {f.use: f.converted for fetches in chunks for f in fetches}
-        stops_at_spans = plan.frees_weights
+        stops_at_spans = plan.frees_weights or plan.compiles_collectives
         self._forward = _GatherOrder.plan_order(chunks, within_span=stops_at_spans, on=on)
         recomputes_blocks = (
             plan.recompute.kind == "full"

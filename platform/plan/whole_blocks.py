@@ -38,13 +38,6 @@ class _Block(NamedTuple):
         """Return the number of attentions in the block whose kernel draws dropout masks itself."""
         return bool(self.dropout) * sum(OPERATIONS[o.operation.kind].chooses_kernel for o in self.operations)
 
-    def gathers_weights(self) -> bool:
-        """Return True if an operation converts weights where it reads them, which are gathered one product ahead."""
-        groups = [group for o in self.operations for group in o.groups]
-        if any(group.panels or any(e.operand.forward for e in group.einsums) for group in groups):
-            return True
-        return any(c.forward for o in self.operations for c in o.conversions[: len(o.operation.parameters)])
-
     def is_absent_somewhere(self) -> bool:
         """Return True if ranks of a sub-grid alone compute an operation of the block."""
         return any(o.only or step.only for o in self.operations for step in _list_steps(o))
@@ -75,11 +68,6 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
         "collectives lie in it (train.compile_collectives)",
         lambda b: not b.plan.compiles_collectives and may_hold_collectives(b.plan.mesh),
     ),
-    (
-        "collectives lie in it of other axes than t and context",
-        lambda b: any(n > 1 for axis, n in b.plan.mesh.axes.items() if axis not in (*OUTSIDE, "t", "context")),
-    ),
-    ("its weights are gathered one product ahead", _Block.gathers_weights),
     ("ranks of a sub-grid alone compute a part of it", _Block.is_absent_somewhere),
     ("recompute=selective runs its attention again", lambda b: b.plan.recompute.kind == "selective"),
     ("train.mlp_chunks computes its rows in parts", lambda b: b.plan.mlp_chunks > 1),

@@ -195,7 +195,7 @@ def _add_weight_gradients(
     block: CompiledBlock, region: Region, apart: BackwardParts, needed: Sequence[Tensor], count: int
 ) -> None:
     """Add the gradients of a block's weights, which lie behind `count` arguments, to their buckets' sums."""
-    gradients = region(apart.weight_gradients)(*needed)
+    gradients = block.call(region, apart.weight_gradients, *needed)
     block.add_gradients({i - count: g for i, g in zip(apart.late, gradients, strict=True)})
 
 
@@ -208,12 +208,12 @@ def compile_block(
     function: Callable[..., Tensor],
     arguments: Sequence[Tensor | None],
     list_tensors_beside: Callable[[], Mapping[int, tuple | None]],
-    splits: bool = False,
+    deferred: Deferred | None = None,
 ) -> CompiledBlock | None:
     """Trace a block of the model, `function` of activations without collectives, on `arguments` (tensors or None), into
     a compiled forward and backward pass for arguments of these shapes. `list_tensors_beside` gives by id the key of a
-    tensor that differs between passes (a mask of documents), None if all passes share it (rotary angles). `splits`: its
-    weight gradients will be computed apart. Returns None if the block reads another tensor that is no parameter."""
+    tensor that differs between passes (a mask of documents), None if all passes share it (rotary angles). `deferred`: a
+    list if weight gradients come later. Returns None if the block reads another tensor that is no parameter."""
     run_present, activations = _take_present(function, arguments)
     with torch.enable_grad():
         run_present(*activations)  # makes what is alike in all passes
@@ -231,7 +231,7 @@ def compile_block(
     primals = [*activations, *(t.detach().requires_grad_(_takes_gradient(home)) for t, home in pairs)]
     traced = _TracedGraph(graph, primals)
     functions = _split_graph(graph.code, tuple(x.requires_grad for x in primals), len(activations), traced)
-    if splits:
+    if deferred is not None:
         _ = functions.apart  # made here, where a failure leaves the block uncompiled
     return CompiledBlock(functions, leaves[len(reads) :], homes[len(reads) :], reads)
 
@@ -259,13 +259,14 @@ def compile_block_with_collectives(
     function: Callable[..., Tensor],
     arguments: Sequence[Tensor | None],
     list_tensors_beside: Callable[[], Mapping[int, tuple | None]],
-    splits: bool = False,
+    deferred: Deferred | None = None,
 ) -> CompiledBlock | None:
     """Trace a block of the model as `compile_block` does, with collectives of `communicator` in it and with its own
-    backward pass, whose order is so the uncompiled block's. `parameters`: the model's."""
+    backward pass, whose order is so the uncompiled block's. `parameters`: the model's. `deferred`: a list, to which the
+    backward pass leaves weight gradients, if they come later."""
     run_present, activations = _take_present(function, arguments)
     buckets = {home[0] for w in parameters if (home := find_bucket_of_leaf(w))}
-    trained, homes = [w for w in parameters if w.requires_grad], list[Home]()
+    trained, homes = [w for w in parameters if w.requires_grad], list[Home | None]()
 
     def compute_gradients(*activations_and_gradient: Tensor) -> list[Tensor | None]:
         """Return the block's output activation, then the gradients of its arguments and of its parameters."""
@@ -274,13 +275,17 @@ def compile_block_with_collectives(
         out = run_present(*inputs)
         trace.last = gradient
         gradients = torch.autograd.grad(out, [*inputs, *trained], gradient, allow_unused=True)
+        # results of the last collectives may be of use to no gradient
+        border = trace.last = torch.ops.platform.border(trace.last)
+        for compute_weight_gradients in deferred or ():
+            compute_weight_gradients()
         of_leaves = zip(map(find_bucket_of_copies, trained), gradients[len(inputs) :], strict=True)
         totals: dict[Home, Tensor] = {}
         for home, g in (*traced, *of_leaves):
             if home and g is not None:
                 totals[home] = totals[home].flatten() + g.flatten() if home in totals else g
-        homes.extend(totals)
-        return [out, *gradients[: len(inputs)], *totals.values()]
+        homes.extend([*totals, None, None])
+        return [out, *gradients[: len(inputs)], *totals.values(), border, trace.last]
 
     with torch.enable_grad(), _trace_collectives(communicator, buckets, activations[0]) as (trace, traced):
         gradient = torch.zeros_like(run_present(*activations).detach())  # and makes what is alike in all passes
@@ -291,12 +296,17 @@ def compile_block_with_collectives(
         return None
     reads = [key for t in tensors if (key := known.get(id(t)))]
     leaves = [t.detach() for t in tensors]
-    is_vector = *[False] * (len(activations) + len(reads)), *(flat.compute[n].dim() < 2 for flat, (n, *_) in homes)
+    is_vector = *[False] * (len(activations) + len(reads)), *map(_is_vector, homes)
     wrapped = _TracedGraph(graph, [*activations, gradient, *leaves])
     functions = _partition_graph(graph.code, is_vector, len(activations), len(reads), wrapped)
-    if splits:
+    if deferred is not None:
         _ = functions.apart
     return CompiledBlock(functions, leaves[len(reads) :], homes, reads, communicator)
+
+
+def _is_vector(home: Home | None) -> bool:
+    """Return True if the gradient of this home is a vector."""
+    return home is not None and home[0].compute[home[1][0]].dim() < 2
 
 
 @contextmanager
@@ -410,7 +420,8 @@ def _take_weight_gradients_apart(backward: GraphModule, count: int) -> BackwardP
     for placeholder in graph.find_nodes(op="placeholder"):  # none is a gradient of the partitioner's
         placeholder._rename(placeholder.name.replace("tangents", "gradient"))
         placeholder.target = placeholder.name
-    needed: set[Node] = set()  # by gradients of the first part
+    borders = graph.find_nodes(op="call_function", target=torch.ops.platform.border.default)
+    needed = {node for border in borders for node in _list_ancestors(border)}  # by results of the first part
     early, late = list[int](), list[int]()
     for i, gradient in enumerate(results):
         if gradient is None:

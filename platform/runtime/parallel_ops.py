@@ -183,15 +183,17 @@ class ParallelOps(Ops):
         for x in arguments:
             key += (x if x is None else (x.shape, x.dtype),)
         if key not in self._blocks:
-            trace: Callable[..., CompiledBlock | None] = compile_block
+            outside, trace = self.deferred, compile_block
+            deferred: Deferred | None = None if outside is None else []  # weight gradients, which are in the trace
+            self.deferred = None
             if may_hold_collectives(self.communicator.mesh):
                 trace = partial(compile_block_with_collectives, self.communicator, list(self.tensors.values()))
+                self.deferred = deferred
             if isinstance(compiler, CompileTrial):
                 trace = compiler.wrap_with_fallback(f"block {name}", trace, lambda *_: None)
-            deferred, self.deferred = self.deferred, None  # so that weight gradients are in the trace
             self.compiler, self.is_tracing, self._draws = None, True, {}
-            compiled = trace(function, arguments, self._list_tensors_beside_blocks, deferred is not None)
-            self.compiler, self.is_tracing, self.deferred = compiler, False, deferred
+            compiled = trace(function, arguments, self._list_tensors_beside_blocks, deferred)
+            self.compiler, self.is_tracing, self.deferred = compiler, False, outside
             if compiled and compiled.communicator:  # whose collectives are then as few as planned
                 compiled.is_recomputed = self.recompute.kind == "full"
             self._blocks[key] = TracedBlock(compiled, tuple(self._draws)) if compiled else None
@@ -304,14 +306,14 @@ class ParallelOps(Ops):
     def group_operands(self, planned: PlannedOperation, number: int) -> Operands:
         """Return the operand tensors of einsum group `number` of an operation, perhaps being gathered already."""
         use, group = (planned.operation.kind, planned.operation.name, number), planned.groups[number]
-        ahead = use in self.ahead and not (self.is_tracing or torch.compiler.is_compiling())
+        ahead = use in self.ahead and not torch.compiler.is_compiling()
         return Operands(self.communicator, group, self.ahead, use) if ahead else Operands(self.communicator, group)
 
     def convert_parameters(self, planned: PlannedOperation) -> list[Tensor]:
         """Return a planned operation's parameter tensors (no einsum's), converted to the layouts that it needs."""
         operation = planned.operation
         use, parameters = (operation.kind, operation.name, 0), operation.parameters
-        ahead = use in self.ahead and not (self.is_tracing or torch.compiler.is_compiling())
+        ahead = use in self.ahead and not torch.compiler.is_compiling()
         coming = self.ahead.take_parameters(use) if ahead else [None] * len(parameters)
         blocks = [self.tensors[p.name] for p in parameters]
         return conversions.convert_differentiably(self.communicator, blocks, planned.conversions[: len(blocks)], coming)

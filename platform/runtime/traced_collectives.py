@@ -23,7 +23,8 @@ _LIBRARY.define(
     "launch(Tensor x, Tensor after, int number, str op, str axes, int dim, int joined, str reduce, int root, "
     "int[] parts, int[] joined_parts) -> Tensor"
 )
-_LIBRARY.define("wait(Tensor x, Tensor launched, int number, int[] shape) -> Tensor")
+_LIBRARY.define("wait(Tensor x, Tensor after, int number, int[] shape) -> Tensor")
+_LIBRARY.define("border(Tensor after) -> Tensor")
 
 
 class _Running(threading.local):
@@ -64,12 +65,17 @@ def _launch(x, after, number, op, axes, dim, joined, reduce, root, parts, joined
     return x.new_empty(1, dtype=torch.uint8)
 
 
-def _wait(x, launched, number, shape):
+def _wait(x, after, number, shape):
     """Wait for the collective `number` of the running block, which read x; return its result, of this shape."""
-    return _RUNNING.handles.pop(number).wait() if _RUNNING.communicator else x.new_empty(shape)
+    return _RUNNING.handles.pop(number).wait().contiguous() if _RUNNING.communicator else x.new_empty(shape)
 
 
-for _name, _function in (("launch", _launch), ("wait", _wait)):
+def _border(after):
+    """Return a tensor of no content, which what a block launches behind a border comes after."""
+    return after.new_empty(1, dtype=torch.uint8)
+
+
+for _name, _function in (("launch", _launch), ("wait", _wait), ("border", _border)):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"platform::{_name}", _function, lib=_LIBRARY)
 
@@ -123,9 +129,9 @@ class _TracedHandle(ArrivedCollective):
 
     def __init__(self, trace: CollectiveTrace, x: Tensor, number: int, shape: list[int]):
         """Hold what the operator that waits for the collective is called with."""
-        self._trace, self._arguments = trace, (x, trace.last, number, shape)
+        self._trace, self._x, self._arguments = trace, x, (number, shape)
 
     def wait(self) -> Tensor:
         """Record the wait for the collective; return its result."""
-        self._trace.last = torch.ops.platform.wait(*self._arguments)
+        self._trace.last = torch.ops.platform.wait(self._x, self._trace.last, *self._arguments)
         return self._trace.last
