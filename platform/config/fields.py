@@ -257,6 +257,12 @@ def choose_quantisation(config: Config) -> Quantisation | None:
     return Quantisation(scale, MX_BLOCK if scale == "mx" else q.block, powers, q.gradients)
 
 
+def choose_quantised_products(config: Config) -> tuple[Quantisation, list[str], list[str]] | None:
+    """Return how products of a configuration are in 8 bits, and the patterns of weights that are or are not."""
+    how = choose_quantisation(config)
+    return (how, config.quantise.layers, config.quantise.skip) if how else None
+
+
 @dataclass
 class DistillSettings:
     """Settings of a loss by what a teacher says of labels."""

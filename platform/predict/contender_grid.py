@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config.fields import Config
+from platform.config.fields import Config, choose_quantised_products
 from platform.model import build_model
 from platform.optimizer.optimizers import count_offloaded_numbers, count_stored_numbers, count_streamed_bytes
 from platform.plan.chunks import measure_units
@@ -264,10 +264,11 @@ class ContenderGrid:
         kind = CHOICES.get(config.parallel.context_kind, (config.parallel.context_kind,))[0]
         composed_scheme = compose_config_scheme(config, 4, kind)
         axes = tuple(a for a, n in composed_scheme.mesh_axes(4).items() if n > 1)
-        if (key := repr((c.model, c.tune, composed_scheme))) not in _SKETCHES:
+        how = choose_quantised_products(c)
+        if (key := repr((c.model, c.tune, how, composed_scheme))) not in _SKETCHES:
             if len(_SKETCHES) >= MOST_SKETCHES:
                 _SKETCHES.clear()
-            _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes, self._alike_layers, c.tune)
+            _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes, self._alike_layers, how, c.tune)
         by_axis, sketch = self._columns_by_axis(axes, columns), _SKETCHES[key]
         legal = np.flatnonzero(sketch.mask_legal(by_axis) & sketch.mask_batch(by_axis)) if sketch else np.array([], int)
         if not sketch or not len(legal):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from platform.plan.model_types import NF4_UNITS
 from platform.plan.plan import ITEMSIZE
+from platform.plan.quantisation import ROLES
 from platform.plan.schedule import place_layers
 from platform.plan.scheme import CONTEXT, REPLICAS
 from platform.plan.step_collectives import DECODED
@@ -162,8 +163,9 @@ class Estimator:
         kind, number, h, size = self.kinds[i], self.numbers[i], self.setting.hardware, self.size["compute"]
         if kind.what == SIDES[0]:
             product, count = MatrixProduct(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
-            backward = sum(map(self._product_seconds, product.gradient_products[: 1 if kind.frozen else 2]))
-            return COMPUTING, count * self._product_seconds(product), count * backward
+            products = zip(ROLES, (product, *product.gradient_products), strict=True)
+            forward, *backward = (self._product_seconds(p, role in kind.narrow) for role, p in products)
+            return COMPUTING, count * forward, count * sum(backward[: 1 if kind.frozen else 2])
         if kind.what in ("collective", "ahead"):
             seconds, is_forward = self.collective_seconds(kind.op, kind.axes, number * size), kind.phase == "forward"
             return AHEAD if kind.what == "ahead" else WAITING, seconds * is_forward, seconds * (not is_forward)
@@ -180,10 +182,12 @@ class Estimator:
             seconds, times = bytes_seconds(number * size, h), kind.times
         return COMPUTING, times[0] * seconds, times[1] * seconds
 
-    def _product_seconds(self, p: MatrixProduct) -> Column:
+    def _product_seconds(self, p: MatrixProduct, in_8_bits: bool) -> Column:
         """Return the seconds of a product of every contender, whose sizes are columns."""
         h = self.setting.hardware
         tiled = price.tiling_shares(p.rows, p.columns, p.batch, h.processors, h.tile)
+        if in_8_bits and "fp8" in h.peaks:
+            return price.products_seconds(p, h, "fp8", 1, tiled) + price.cast_seconds(p, h)
         return price.products_seconds(p, h, self.setting.precision, self.size["compute"], tiled)
 
     @cached_property

@@ -16,7 +16,7 @@ from platform.config.extensions import refuse_exits
 from platform.config.fields import (
     WEIGHTED,
     Config,
-    choose_quantisation,
+    choose_quantised_products,
     distill_settings,
     training_loss_name,
     training_objective_name,
@@ -232,7 +232,7 @@ def _build_unchecked_plan(
         compiles_collectives=config.train.compile_collectives,
         scatter_gather=config.pipeline.scatter_gather,
         precision=base_precision(config.precision),
-        quantise=(how, config.quantise.layers, config.quantise.skip) if (how := choose_quantisation(config)) else None,
+        quantise=choose_quantised_products(config),
         zero=config.parallel.zero,
         turns=config.pipeline.kind == "none",
         dropout=config.model.dropout,

@@ -70,10 +70,10 @@ def product_seconds(p: MatrixProduct, hardware: Hardware, precision: str, itemsi
     return float(products_seconds(p, hardware, precision, itemsize, tiled))
 
 
-def cast_seconds(p: MatrixProduct, hardware: Hardware) -> float:
+def cast_seconds(p: MatrixProduct, hardware: Hardware) -> Number:
     """Return the seconds in which the first operand of a product is written in 8 bits too, or twice in 4 for products
     in both passes, by the kernel that makes it. Weights are cast once a step, which is not counted."""
-    return float(bytes_seconds(p.batch * p.rows * p.inner, hardware))
+    return bytes_seconds(p.batch * p.rows * p.inner, hardware)
 
 
 def hidden_or_summed_seconds(computing: Number, other: Number, hardware: Hardware) -> Number:

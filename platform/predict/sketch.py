@@ -25,9 +25,11 @@ from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
 from platform.plan.planner import Planner
+from platform.plan.quantisation import mark_quantised
 from platform.plan.rule import partial_axes
 from platform.plan.scheme import REPLICAS, Scheme
 from platform.predict.work import (
+    MatrixProduct,
     accesses_to_rebuild,
     attention_flops,
     even_sent_share,
@@ -58,7 +60,8 @@ class Quantity(NamedTuple):
     often in the forward and the backward pass (`times`), or there to be `rebuilt`, `kept` for the latter, of the
     `stream` between blocks, of PARAMETERS, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
     if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
-    recompute=selective; `again`: done again with recompute=full; `frozen`: a product whose weight takes no gradient."""
+    recompute=selective; `again`: done again with recompute=full; `frozen`: a product whose weight takes no gradient;
+    `narrow`: ROLES of it that are products in 8 bits."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -68,6 +71,7 @@ class Quantity(NamedTuple):
     inside: bool = False
     again: bool = True
     frozen: bool = False
+    narrow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,19 +164,36 @@ def count_operations(config: Any, layers: int, scheme: Scheme, adapters: Mapping
     return recorded[_SketchRecorder]  # type: ignore[index]
 
 
+def _count_marked(operations: Counter[Operation], quantise: tuple | None) -> Counter[Operation]:
+    """Return counted operations with products in 8 bits marked, by `quantise`, arguments of `mark_quantised`."""
+    if not quantise:
+        return operations
+    marked = mark_quantised([*operations], [True] * len(operations), *quantise)
+    return Counter(dict(zip(marked, operations.values(), strict=True)))
+
+
 def sketch_model(
-    config: Any, scheme: Scheme, axes: Sequence[str], alike: Mapping[int, int] | None = None, tune: Tune = UNTUNED
+    config: Any,
+    scheme: Scheme,
+    axes: Sequence[str],
+    alike: Mapping[int, int] | None = None,
+    quantise: tuple | None = None,
+    tune: Tune = UNTUNED,
 ) -> Sketch | None:
     """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
     ranks; None if no plan of it is legal. `config`, `tune`: groups of a configuration; `alike`: numbers of
-    layers, each with how many of those behind the first one are like it; by default all are like the second."""
+    layers, each with how many of those behind the first one are like it; by default all are like the second;
+    `quantise`: arguments of `mark_quantised`, if products are in 8 bits."""
     adapters = find_adapters(config, tune, build_model(config))
     alike = {number: n for number, n in (alike or {1: config.layers - 1}).items() if n}
-    of_first, deeper = count_operations(config, 1, scheme, adapters), Counter[object]()
-    operations = count_operations(config, max(alike, default=0) + 1, scheme, adapters)
+    of_first, operations = (
+        _count_marked(count_operations(config, layers, scheme, adapters), quantise)
+        for layers in (1, max(alike, default=0) + 1)
+    )
+    deeper = Counter[object]()
     for number, n in alike.items():
         for layers, sign in ((number + 1, n), (number, -n)):
-            for o, count in count_operations(config, layers, scheme, adapters).items():
+            for o, count in _count_marked(count_operations(config, layers, scheme, adapters), quantise).items():
                 deeper[o.nameless_key] += sign * count
     first = {o.nameless_key: n for o, n in of_first.items()}
     variables = (*axes, SEQUENCES)
@@ -203,7 +224,7 @@ def sketch_model(
     if any(planner.layout(t).find_conflict() for o in operations for t in (*o.inputs, *o.outputs)):
         return None
     arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, whole, layer)]
-    is_traceable = all(
+    is_traceable = quantise is None and all(
         OPERATIONS[o.kind].is_traceable
         and not (OPERATIONS[o.kind].keys_input >= 0 and hides_most("cuda", config.length, o["window"], o["begins"]))
         for o in operations
@@ -249,10 +270,10 @@ def _iterate_quantities(
         return
     planned = planned_operations[o.kind, o.name]
     if planned.groups:
-        products = Counter((p, g.is_frozen) for g in planned.groups for p in list_group_products(planner, o, g))
-        for (product, frozen), count in products.items():
+        for (product, frozen, narrow), count in _count_products(planner, planned).items():
             sides = zip(SIDES, product[: len(SIDES)], strict=True)
-            yield from ((Quantity(side, again=not planned.once, frozen=frozen), size) for side, size in sides)
+            how = {"again": not planned.once, "frozen": frozen, "narrow": narrow}
+            yield from ((Quantity(side, **how), size) for side, size in sides)  # type: ignore[arg-type]
             yield Quantity("products", again=not planned.once), count
         for group in (g for g in planned.groups if planned.rebuilds_input(g)):
             rebuilt = prod(group.x.before) * even_share_of_planned_rows(planner, o)
@@ -289,6 +310,17 @@ def _iterate_quantities(
                 yield Quantity(what), c.elements * mesh.count_ranks(c.axes)
             if what == "kept" and not goes:  # in place of its part
                 yield Quantity(what), -c.elements
+
+
+def _count_products(
+    planner: Planner, planned: PlannedOperation
+) -> Counter[tuple[MatrixProduct, bool, tuple[str, ...]]]:
+    """Return the products of an operation on a rank, whether their weights are frozen, and ROLES of them in 8 bits."""
+    return Counter(
+        (p, group.is_frozen, scaled.products if (scaled := group.einsums[0].scaled) else ())
+        for group in planned.groups
+        for p in list_group_products(planner, planned.operation, group)
+    )
 
 
 def _weight_collectives(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:

@@ -34,6 +34,7 @@ MODELS = {
     "+experiment=gpt_oss_20b": (24,),
 }
 GPUS = {"A100-80GB": "a100_80g", "H100-80GB": "h100"}
+SCALED = ((13, "block"), (14, "row"), (15, "tensor"))
 SECONDS, MEMORY = (0.75, 1.35), (0.75, 1.35)  # of the plan's own; most are much nearer
 
 
@@ -61,20 +62,22 @@ def draw_contender(rng: Random, field: ContenderGrid) -> Contender | None:
     return replace(space.build_contender(rng.choice(modes), sizes)) if modes else None
 
 
-def compare(seed: int, count: int, refined: bool = False, tunes: Sequence[str] = ("none",)) -> Iterator[Compared]:
-    """Random contenders, or such that are `refined`; `tunes`: what may be trained."""
+def compare(
+    seed: int, count: int, refined: bool = False, tunes: Sequence[str] = ("none",), more: Sequence[str] = ()
+) -> Iterator[Compared]:
+    """Random contenders, or such that are `refined`; `tunes`: what may be trained; `more`: what is typed beside."""
     rng = Random(seed)
     while count:
         model, layers = rng.choice([*MODELS.items()])
         gpu, workers = rng.choice([*GPUS]), rng.choice((4, 8, 16, 32, 64))
         sizes = f"model.layers={rng.choice(layers)}", "model.vocab=32000", f"train.global_batch={workers * 4}"
         tune = f"tune={rng.choice(tunes)}" if tunes[1:] else "tune=none"
-        config = compose_config([*model.split(), *sizes, f"cluster.gpu={gpu}", "plan.search=[all]", tune])
+        config = compose_config([*model.split(), *sizes, f"cluster.gpu={gpu}", "plan.search=[all]", tune, *more])
         field = ContenderGrid(SearchSpace(config), workers, 80e9, read_hardware(GPUS[gpu]))
         choice = draw_contender(rng, field)
         if choice and refined:
-            more = field.space.refine_contender(choice)
-            choice = rng.choice(more) if more else None
+            finer = field.space.refine_contender(choice)
+            choice = rng.choice(finer) if finer else None
         rated = choice and field.estimate_choices([choice])[0]
         made = choice and field.space.build_config(choice)
         if not rated or violations_of_configuration(made) or not (plan := plan_quickly(made, weighs=False)):
@@ -112,6 +115,27 @@ def test_estimates_know_adapters_and_what_is_frozen(count):
     compared = list(compare(9, count, tunes=("lora", "qlora")))
     assert 0.9 < median(c.seconds for c in compared) < 1.1 and 0.9 < median(c.memory for c in compared) < 1.15
     assert len(far_off(compared)) <= 0.12 * count, far_off(compared)
+
+
+@pytest.mark.parametrize(
+    ("seed", "scale", "count"), [(12, "block", 4), *(pytest.param(n, s, 12, marks=pytest.mark.full) for n, s in SCALED)]
+)
+def test_estimates_know_products_in_8_bits(seed, scale, count):
+    """As near as in 16 bits, where hardware has a peak for them."""
+    compared = list(compare(seed, count, more=("precision=bf16", f"quantise.scale={scale}")))
+    assert 0.9 < median(c.seconds for c in compared) < 1.1 and 0.9 < median(c.memory for c in compared) < 1.15
+    assert len(far_off(compared)) <= 0.12 * count, far_off(compared)
+
+
+def test_negative_control_products_priced_in_16_bits_are_slower(monkeypatch):
+    """The closed form that does not know them is off by what they gain."""
+    typed = "model=gpt3_13b", "model.layers=4", "precision=fp8"
+    near, real = estimate_typed(*typed, gpu="H100-80GB"), contender_grid.sketch_model
+    assert 0.9 < near.seconds < 1.1
+    monkeypatch.setattr(contender_grid, "sketch_model", lambda *x: real(*x[:4], None, *x[5:]))
+    contender_grid._SKETCHES.clear()
+    assert estimate_typed(*typed, gpu="H100-80GB").seconds > 1.2
+    contender_grid._SKETCHES.clear()
 
 
 def test_estimates_of_the_best_are_within_five_percent_of_their_price():
@@ -179,11 +203,11 @@ def test_estimates_know_which_blocks_are_compiled_whole(name):
     assert 0.75 < estimate_typed(*HOST_BOUND[name].split(), *NARROW.split()).seconds < 1.35
 
 
-def estimate_typed(*typed: str) -> Compared:
-    both = "parallel.data=2", "train.global_batch=8", "cluster.gpu=A100-80GB", "cluster.device=cuda"
+def estimate_typed(*typed: str, gpu: str = "A100-80GB") -> Compared:
+    both = "parallel.data=2", "train.global_batch=8", f"cluster.gpu={gpu}", "cluster.device=cuda"
     config = compose_config([*typed, *both, "plan.search=[train.microbatch]"])
     workers = 2 * config.pipeline.stages
-    grid = ContenderGrid(SearchSpace(config), workers, 80e9, read_hardware("a100_80g"))
+    grid = ContenderGrid(SearchSpace(config), workers, 80e9, read_hardware(GPUS[gpu]))
     rated, plan = grid.estimate_choices([grid.space.read_contender()])[0], plan_quickly(config)
     seconds, memory = step_price(config, plan, grid.hardware).seconds, predict_peak_bytes(config, plan)
     return Compared(" ".join(typed), rated.choice, rated.seconds / seconds, rated.memory / memory)
