@@ -194,7 +194,10 @@ class SectionClock:
             with PROGRESS.mark_waiting(SYNCHRONIZE, partial(self._find_place, ended)):
                 for event in (marks[-1][-1], *(flight.done for flight, _, _ in flights if flight.done)):
                     event.synchronize()
-        times = [self._seconds_between(marks[0][-1], when) for *_, when in marks]
+        if self._cuda:
+            times = [marks[0][-1].elapsed_time(when) / 1000 for *_, when in marks]
+        else:
+            times = [when - marks[0][-1] for *_, when in marks]
         for begin, (name, _, along, _), end in zip(times, marks[1:], times[1:], strict=False):
             seconds[name] += end - begin
             if along:
@@ -209,7 +212,7 @@ class SectionClock:
                     f.what,
                     times[f.begin],
                     times[wait],
-                    max(0.0, self._seconds_between(marks[0][-1], f.done)) if f.done else times[end],
+                    max(0.0, marks[0][-1].elapsed_time(f.done) / 1000) if f.done else times[end],  # on CUDA alone
                 )
                 for f, wait, end in flights
             ],
@@ -235,7 +238,3 @@ class SectionClock:
             reading.passed += 1
         section, waiting = marks[reading.passed][:2] if reading.passed < len(marks) else ("", False)
         return DevicePlace(section or "other work", waiting, reading.completed, reading.passed)
-
-    def _seconds_between(self, begin: Any, end: Any) -> float:
-        """Return the seconds from mark `begin` to mark `end`: CUDA events, or times of the host."""
-        return begin.elapsed_time(end) / 1000 if self._cuda else end - begin

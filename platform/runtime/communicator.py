@@ -195,6 +195,14 @@ class Launch:
     elements: int
 
 
+class _Route(NamedTuple):
+    """Axes of more than one rank in mesh order, a rank's group along them, and the name under which bytes count."""
+
+    axes: tuple[str, ...]
+    group: tuple[int, ...]
+    label: str
+
+
 class Launched(NamedTuple):
     """Collective as a timeline shows it: what it is called, its operation, its axes, the bytes that its group moves, as
     counted, the rank at the other end of a message, and its number among those along the same axes, or of that peer."""
@@ -257,6 +265,7 @@ class Communicator(ABC):
         self.moved: Counter[str] = Counter()
         self.launched: dict[tuple[str, ...], int] = {}
         self.clock = SectionClock()
+        self._routes: dict[tuple[str, ...], _Route] = {}  # by operation and axes
         self.log: list[Launch] | None = None
         self.lent: dict[str, Lent] = {}
         # what launches collectives instead, while a block is traced
@@ -305,8 +314,7 @@ class Communicator(ABC):
         if self.traced_launch:
             step = RelayoutStep(op, tuple(axes), dim, joined)
             return self.traced_launch(x, step, reduce, root, parts, joined_parts)
-        axes = self.mesh.order_axes(axes)
-        group = self.mesh.group_of_rank(self.rank, axes)
+        axes, group, label = self._routes.get((op, *axes)) or self._find_route(op, axes)
         n = len(group)
         is_root = group[root] == self.rank
         if parts or joined_parts:
@@ -315,7 +323,7 @@ class Communicator(ABC):
         elements = x.numel() // n if op == "scatter" and is_root else x.numel()
         moved = TRAFFIC[op](n, elements) * x.element_size()
         if self.rank == group[0]:
-            self.moved[collective_label(op, axes)] += moved
+            self.moved[label] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
         input_buffer, out, finish = prepare_buffers(op, x, n, dim, joined, is_root, owned, into)
@@ -325,17 +333,23 @@ class Communicator(ABC):
         what = Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes))
         return self._issue_collective(what, start, input_buffer, finish)
 
+    def _find_route(self, op: str, axes: Sequence[str]) -> _Route:
+        """Return, and keep for later launches, where this rank's collectives `op` along `axes` go."""
+        ordered = self.mesh.order_axes(axes)
+        route = _Route(ordered, self.mesh.group_of_rank(self.rank, ordered), collective_label(op, ordered))
+        return self._routes.setdefault((op, *axes), route)
+
     def launch_all_to_allv(
         self, x: Tensor, sent: Sequence[int], received: Sequence[int], axes: Sequence[str], *, name: str = ""
     ) -> CollectiveHandle:
         """Issue an all_to_allv of the rows of x [rows, ...] over the group of this rank along `axes`, without waiting:
         the next `sent[i]` rows go to member i, from which `received[i]` come, this rank's own among them; the handle's
         `wait` returns these, in the order of the members. Each rank counts the bytes that it sends to others."""
-        op, axes = "all_to_allv", self.mesh.order_axes(axes)
-        group, input_buffer = self.mesh.group_of_rank(self.rank, axes), x.contiguous()
+        op, input_buffer = "all_to_allv", x.contiguous()
+        axes, group, label = self._routes.get((op, *axes)) or self._find_route(op, axes)
         row, rows_sent_away = prod(x.shape[1:]), sum(sent) - sent[group.index(self.rank)]
         moved = rows_sent_away * row * x.element_size()
-        self.moved[collective_label(op, axes)] += moved
+        self.moved[label] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, row))
         out = input_buffer.new_empty((sum(received), *x.shape[1:]))

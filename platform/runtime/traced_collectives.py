@@ -59,8 +59,8 @@ def _launch(x, after, number, op, axes, dim, joined, reduce, root, parts, joined
             joined,
             reduce=reduce,
             root=root,
-            parts=_build_block_parts(parts),
-            joined_parts=_build_block_parts(joined_parts),
+            parts=_build_block_parts(parts) if parts else None,
+            joined_parts=_build_block_parts(joined_parts) if joined_parts else None,
         )
     return x.new_empty(1, dtype=torch.uint8)
 
@@ -85,9 +85,9 @@ def launches_collectives(graph: GraphModule) -> bool:
     return bool(graph.graph.find_nodes(op="call_function", target=torch.ops.platform.launch.default))
 
 
-def _build_block_parts(room_and_extents: Sequence[int]) -> Parts | None:
+def _build_block_parts(room_and_extents: Sequence[int]) -> Parts:
     """Return the blocks of a dim as `Communicator.launch` takes them, from the room and the extents of each."""
-    return Parts(room_and_extents[0], tuple(room_and_extents[1:])) if room_and_extents else None
+    return Parts(room_and_extents[0], tuple(room_and_extents[1:]))
 
 
 class CollectiveTrace:
