@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from platform.plan.chunks import RecordableModel
+from platform.plan.chunks import Chunk, RecordableModel
 from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import POINTWISE, Operation, Parameter, Spec
 from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
@@ -127,32 +127,45 @@ class Execution:
     redone: frozenset[str] = frozenset()
 
 
-# what decides the work of a function -> its part of the forward and the backward pass, and of the recomputed forward
-_Known = dict[tuple, tuple[Part, Part, Part]]
+class _Known(NamedTuple):
+    """Work that is known, by all that decides it: an operation's parts in the forward, the backward and the recomputed
+    forward pass; a block's, and what it returns."""
+
+    parts: dict[tuple, tuple[Part, Part, Part]]
+    blocks: dict[tuple, tuple[ChunkWork, Any]]
 
 
 class WorkRecorder(Recorder):
     """Recorder of a model's forward pass that notes the work of each operation under a plan."""
 
-    def __init__(self, plan: Plan, execution: Execution, known: _Known, reasons: Mapping[str, str]):
-        """Begin a pass under a plan, as `execution` says; `known` grows. `reasons`: why blocks of the plan are not
+    def __init__(self, plan: Plan, chunk: Chunk, execution: Execution, known: _Known, reasons: Mapping[str, str]):
+        """Begin a pass of a plan's chunk, as `execution` says; `known` grows. `reasons`: why blocks of the plan are not
         compiled as one function."""
         options = plan.scheme, execution.dropout, plan.recompute, execution.fused_dropout
         super().__init__(*options, adapters=plan.adapters)
         self.plan, self.size, self.work = plan, plan.itemsize["compute"], ChunkWork()
         self.system, self.redone, self._known = execution.system, execution.redone, known
+        self._alike = {} if self.redone else _key_blocks(plan, chunk)  # which are redone is said by names
         self._splits = execution.table is not None and execution.table.splits_weight_gradients
         self._reasons = reasons
         self._at = plan.mesh.rank_coordinates(0)  # the busiest rank of its stage: others have fewer branches
         self._whole, self._whole_count = False, 0  # whether the block under way is compiled as one function; how many
 
     def recomputed(self, kind, name, function, spec, x, *more):
-        """Note the work of `function`, which computes a block by one compiled function where that can be."""
+        """Note the work of `function`, which computes a block, by one compiled function where that can be; of alike
+        blocks the first is run."""
         if kind != "full":
             return super().recomputed(kind, name, function, spec, x, *more)
         self._whole = self._reasons.get(name) == ""
         self._whole_count += self._whole
-        out = super().recomputed(kind, name, function, spec, x, *more)
+        key = self._alike.get(name, name), self._whole, x, *more
+        if key not in self._known.blocks:
+            before, self.work = self.work, ChunkWork()
+            self._known.blocks[key] = self.work, super().recomputed(kind, name, function, spec, x, *more)
+            self.work = before
+        work, out = self._known.blocks[key]
+        for pass_name, counts in vars(work).items():
+            getattr(self.work, pass_name).update(counts)
         self._whole = False
         return out
 
@@ -166,11 +179,12 @@ class WorkRecorder(Recorder):
             # a block that is one function keeps what it likes
             rebuilds = not self._whole and not redoes(self.redone, _name_origin(o))
             key = self.plan.planner.operation_key(o), accesses, rebuilds
-            if key not in self._known:  # layers are alike
+            if key not in self._known.parts:  # layers are alike
                 forward, backward = _operation_work(self.plan, planned, self.system, rebuilds)
                 leaves_out = planned.once and not self.system.repeats_all
-                self._known[key] = forward, backward, _drop_unneeded_result(forward, planned) if leaves_out else forward
-            forward, backward, again = (self._launch_each_head(o, part) for part in self._known[key])
+                again = _drop_unneeded_result(forward, planned) if leaves_out else forward
+                self._known.parts[key] = forward, backward, again
+            forward, backward, again = (self._launch_each_head(o, part) for part in self._known.parts[key])
             self._note_parts(forward, backward, again, redoes(self.redone, f"{kind} {name}"))
         return symbols
 
@@ -207,11 +221,11 @@ class WorkRecorder(Recorder):
         if not self.plan.layout(spec).has_block(self._at):
             return
         key = spec, *accesses
-        if key not in self._known:
+        if key not in self._known.parts:
             count = block_elements(self.plan, spec) * self.size
             forward, backward = (Part(bytes=count * n, kernels=1) for n in accesses)
-            self._known[key] = forward, backward, forward
-        self._note_parts(*self._known[key], redone)
+            self._known.parts[key] = forward, backward, forward
+        self._note_parts(*self._known.parts[key], redone)
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Note a pointwise function of one or two activations."""
@@ -226,19 +240,31 @@ class WorkRecorder(Recorder):
         return x
 
 
+def _key_blocks(plan: Plan, chunk: Chunk) -> dict[str, tuple]:
+    """Return by name of a chunk's block all that decides its work, which alike blocks share."""
+    begins, keys = {key: i for i, key in enumerate(chunk.operations)}, dict[str, tuple]()
+    for name, operations in chunk.blocks:
+        planned, first = [chunk.operations[key] for key in operations], begins[operations[0]] if operations else 0
+        known = ((plan.planner.operation_key(p.operation), p.operation.recomputed, p.only) for p in planned)
+        names = (key.removeprefix(name) for _, key in operations)
+        behind = [(at - first, *words) for at, *words in chunk.functions if first <= at <= first + len(planned)]
+        keys[name] = *known, *names, *behind
+    return keys
+
+
 def record_chunk_work(plan: Plan, model: RecordableModel, execution: Execution) -> list[ChunkWork]:
     """Return the work of every chunk's passes over one microbatch, on a rank that has a block of every tensor."""
     flow: dict[str, Symbol] = {}
-    chunk_works, known, reasons = list[ChunkWork](), _Known(), dict[str, str]()
+    chunk_works, known, reasons = list[ChunkWork](), _Known({}, {}), dict[str, str]()
     for stage in dict.fromkeys(chunk.stage for chunk in plan.chunks if execution.compiles):
         reasons |= reasons_against_whole_blocks(plan.stage_part(stage), "cuda", execution.dropout)
     for chunk in plan.chunks:
-        recorder = WorkRecorder(plan.stage_part(chunk.stage), execution, known, reasons)
+        recorder = WorkRecorder(plan.stage_part(chunk.stage), chunk, execution, known, reasons)
         inputs = {name: name for name in model.inputs}
         if chunk.units:
             received, flow = flow, model.part(recorder, inputs, flow, chunk.units)
             if execution.more_heads and chunk is plan.chunks[-1]:
-                before = WorkRecorder(recorder.plan, execution, known, reasons)
+                before = WorkRecorder(recorder.plan, chunk, execution, known, reasons)
                 stream = model.part(before, inputs, received, chunk.units[:-1])
                 for _ in range(execution.more_heads):
                     model.part(recorder, inputs, stream, chunk.units[-1:])
