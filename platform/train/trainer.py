@@ -24,6 +24,7 @@ from platform.optimizer.optimizers import (
     reason_against_passes_ahead,
 )
 from platform.plan.chunks import Chunk
+from platform.plan.model_types import STATES
 from platform.plan.plan import Plan
 from platform.plan.schedule import Action, Kind
 from platform.plan.scheme import lent_by_layer
@@ -519,7 +520,8 @@ class Trainer:
         optimizer.step()
         optimizer.found_inf = optimizer.grad_scale = None  # nothing of a step lives on
         for name, o in self.stage.load_dependent_routes.items():
-            if states := {p.role: self.weights.states[p.name] for p in o.operation.states}:
+            changing = [p for p in o.operation.states if not (self.plan.adapters and STATES[p.role] == "model")]
+            if states := {p.role: self.weights.states[p.name] for p in changing}:  # a base stays as it is
                 update_router_states(o.operation["router"], states, self._loads[name], skipped)
         self.weights.update_averages(self.config.train.ema, skipped)
         self.weights.refresh_copies(ahead=True)

@@ -15,7 +15,8 @@ from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from platform.train import rank_parameters
 from tests.harness.held import check_stages
-from tests.harness.oracle import MODELS, compare, configure, prove, run, serial
+from tests.harness.oracle import MODELS, compare, configure, prove, run, serial, trainer_of
+from tests.harness.threads import run_threads
 from tests.runtime.test_memory import measured
 
 full = pytest.mark.full
@@ -70,6 +71,22 @@ def test_equal_to_one_process(name, model):
     of_adapters = {p.name for p in adapters.list_adapter_parameters(plan.adapters)}
     assert {p.name for p in plan.parameters} == of_adapters | plan.frozen
     assert all(g.any() for r in results for n, g in r.gradients.items() if g.numel())
+
+
+@pytest.mark.parametrize("tune", [TUNE, {}])
+def test_a_router_s_bias_stays_as_the_base_does(tune):
+    """Exports merge with the base, and PEFT's adapters have no place for it: it changes in whole training alone."""
+    c = tuned("experts", tune, balance_loss=0.0, **PLANS["1d"])
+    c.model.router_bias, c.model.balance_rate = True, 0.1
+    plan = make_plan(c)
+
+    def biases(communicator):
+        trainer = trainer_of(c, plan, communicator)
+        trainer.step(1)
+        return [x.clone() for x in trainer.weights.states.values()]
+
+    changed = [bool(x.any()) for of_rank in run_threads(plan.mesh, biases) for x in of_rank]
+    assert changed == [not tune] * len(changed) and changed
 
 
 EVERYWHERE = {**TUNE, "targets": ["*"]}
