@@ -39,6 +39,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LARGEST_CONFIG = 1 << 20
 PREFIX = "base_model.model."
 KEYS = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", "inference_mode": True}
+# ends of modules that PEFT 0.21 takes for experts' in a model that has some: adapters of others would do nothing there
+RENAMED = (".gate_proj", ".up_proj", ".down_proj")
 # keys of PEFT under which an adapter computes something that ours does not, unless they are empty
 FOREIGN = ("use_dora", "modules_to_save", "lora_bias")
 
@@ -147,8 +149,11 @@ def export_adapters(stored: StoredAdapters, base: str, folder: Storage) -> list[
     places, tune = list_places(stored.model, choose_family(stored.model, "")), stored.tune
     adapted = {name for name in stored.adapters if not is_of_module(name, stored.model)}
     chosen = [place for place in places if adapted.issuperset(place.weights)]
-    if missing := sorted(adapted - {name for place in chosen for name in place.weights}):
-        reason = f"{missing[0]} has no adapter at PEFT: its module has other weights, too"
+    renamed = {n for p in chosen if stored.model.experts and p.module.endswith(RENAMED) for n in p.weights}
+    if missing := sorted(renamed | adapted - {name for place in chosen for name in place.weights}):
+        other = "it takes the name for an expert's" if missing[0] in renamed else "its module has other weights, too"
+        reason = f"{missing[0]} has no adapter at PEFT: {other}"
+        places = [place for place in places if renamed.isdisjoint(place.weights)]
         known = {name for place in places for name in place.weights}
         legal = list_target_words(p for p in build_model(stored.model).parameters() if p.name in known)
         raise ConfigError("tune.targets", tune.targets, reason, legal)

@@ -173,13 +173,14 @@ def test_hostile_bases_are_refused(trained, tmp_path):
                 open_initial_weights(c)
 
 
-def test_weights_without_an_adapter_at_peft_are_refused_with_those_that_have_one(tmp_path):
+@pytest.mark.parametrize("family, target", [("gpt2", "query"), ("deepseek_v3", "shared.down")])
+def test_weights_without_an_adapter_at_peft_are_refused_with_those_that_have_one(tmp_path, family, target):
     """In one line, and before anything is written."""
-    c = tuned(written(tmp_path / "hf", "gpt2", tensors_of("gpt2")), {}, ["query", "mlp.up"])
+    c = tuned(written(tmp_path / "hf", family, tensors_of(family)), {}, [target, "attention.output"])
     stored: Any = StoredAdapters(mock.Mock(), "", mock.Mock(), c.model, c.tune)
-    with pytest.raises(ConfigError, match="attention.query") as error:
+    with pytest.raises(ConfigError, match=target) as error:
         export_adapters(stored, "", mock.Mock())
     (line,) = error.value.violations
     legal = line.partition("nearest legal: ")[2].split(", ")
-    assert "has no adapter at PEFT" in line and "mlp.up" in legal
-    assert not any("query" in word for word in legal)
+    assert "has no adapter at PEFT" in line and "attention.output" in legal
+    assert not any(target in word for word in legal)
