@@ -47,7 +47,7 @@ from platform.predict.step_price import read_bucket_size
 # A mode's contenders are kept by bands of memory: a contender stays if all quicker ones but a few need more. So
 # whatever factor the estimates of a mode are wrong by, its best contender that fits is kept.
 NEAR, BAND, IN_BAND = 2.0, 1.1, 4
-REFINED, STEP, MOST_REFINED = 96, 1.25, 1.6  # contenders, a step of memory apart, up to so many times what there is
+REFINED, STEP, MOST_REFINED = 96, 1.25, 2.0  # contenders, a step of memory apart, up to so many times what there is
 SURE = 0.75  # of the memory: a contender that is estimated to need less fits
 THINNEST = 1 / 16  # of the memory that there is: less makes no difference
 TRUST = 1.5  # times the estimate of one that takes half of the memory: slower ones are dropped
