@@ -10,6 +10,7 @@ from torch import Tensor
 from platform.checkpoint.blocks import Box, join_chains, list_written_parts
 from platform.plan.model_types import NF4_UNITS
 from platform.plan.plan import Plan
+from platform.predict.footprint import weight_bytes
 from platform.train.trainer import Trainer
 from platform.train.training_state import RankTrainingState
 
@@ -49,6 +50,22 @@ def check_held(trainer: Trainer) -> None:
     blocks.view_stretches(
         [(part, 0, 0) for part in (*parts, *list_written_parts(state.held, rank))]
     )  # a snapshot's and a checkpoint's
+
+
+def check_kept_parameters(trainer: Trainer, unit: int) -> None:
+    """Compare the bytes that one rank keeps of parameters between uses with the plan's, of which so many elements, a
+    `unit` of NF4_UNITS, are together in 4 bits.
+
+    Raises AssertionError.
+    """
+    check_held(trainer)
+    here = [flat for flat in trainer.weights.buckets if flat.here]
+    kept = sum(flat.masters.nbytes for flat in here)  # masters, and what is frozen
+    kept += sum(flat._whole.untyped_storage().nbytes() for flat in here if flat._whole is not flat.masters)
+    kept += sum(flat.part.nbytes for flat in here if flat.bucket.zero == 3 and not flat.bucket.frozen)
+    assert kept == weight_bytes(trainer.plan, 0, trainer.communicator.coordinates)["parameters"]
+    in_4_bits = [flat for flat in here if flat.bucket.quantised]
+    assert all(flat.masters.nbytes * unit == flat.bucket.shard_elements * NF4_UNITS[unit] for flat in in_4_bits)
 
 
 def elements_of(w: Tensor) -> int:

@@ -29,13 +29,8 @@ ONE = ("tensor=serial", "parallel.data=1", "cluster=inline", "train.steps=4", "o
 WEIGHTS = ("layers.0.attention.query", "layers.1.attention.output", "layers.1.mlp.down", "embedding", "head")
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=full), pytest.param("mixtral", marks=full)])
-@pytest.mark.parametrize("name", ["zero 3", pytest.param("stages", marks=full)])
-def test_the_base_is_read_into_4_bits(tmp_path, name, family):
-    folder = written(tmp_path / "base", family, tensors_of(family))
-    c = configure(**PLANS[name], **vars(open_importable(str(folder), "source").model))
-    c.tune.kind, c.tune.rank, c.train.init = "qlora", 3, str(folder)
-    plan, weights = make_plan(c), open_initial_weights(c)
+def read_base(c, plan):
+    """The weights of the base, whole, as the ranks of a plan read and keep them."""
 
     def on_rank(communicator):
         trainer = trainer_of(c, plan, communicator, fresh=False)
@@ -43,8 +38,18 @@ def test_the_base_is_read_into_4_bits(tmp_path, name, family):
         check_held(trainer)
         return Result(communicator.rank, 0.0, 0.0, {}, numbers_of(trainer), {}, [], None, [])
 
+    return assemble(plan, run_threads(plan.mesh, on_rank), lambda r: r.initial)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=full), pytest.param("mixtral", marks=full)])
+@pytest.mark.parametrize("name", ["zero 3", pytest.param("stages", marks=full)])
+def test_the_base_is_read_into_4_bits(tmp_path, name, family):
+    folder = written(tmp_path / "base", family, tensors_of(family))
+    c = configure(**PLANS[name], **vars(open_importable(str(folder), "source").model))
+    c.tune.kind, c.tune.rank, c.train.init = "qlora", 3, str(folder)
+    plan, weights = make_plan(c), open_initial_weights(c)
     assert plan.quantised
-    for parameter, whole in assemble(plan, run_threads(plan.mesh, on_rank), lambda r: r.initial).items():
+    for parameter, whole in read_base(c, plan).items():
         if parameter in plan.frozen:
             base = read_weight(weights, f"model.{parameter}").float()
             wanted = round_to_normal_floats(base) if parameter in plan.quantised else base
@@ -59,14 +64,7 @@ def test_the_base_is_read_with_the_mean_of_all_scales(tmp_path, name):
     c = configure(**PLANS[name], **vars(open_importable(str(folder), "source").model))
     c.tune.kind, c.tune.double, c.tune.rank, c.train.init = "qlora", True, 3, str(folder)
     plan, weights = make_plan(c), open_initial_weights(c)
-
-    def on_rank(communicator):
-        trainer = trainer_of(c, plan, communicator, fresh=False)
-        RankTrainingState(trainer).load_initial_weights()
-        check_held(trainer)
-        return Result(communicator.rank, 0.0, 0.0, {}, numbers_of(trainer), {}, [], None, [])
-
-    for parameter, whole in assemble(plan, run_threads(plan.mesh, on_rank), lambda r: r.initial).items():
+    for parameter, whole in read_base(c, plan).items():
         if parameter in plan.quantised:
             base = read_weight(weights, f"model.{parameter}").float()
             assert torch.equal(whole, round_to_normal_floats(base, NF4_DOUBLE).double()), parameter

@@ -15,7 +15,7 @@ from platform.plan import adapters
 from platform.plan.model_types import NF4_BLOCK, NF4_BYTES
 from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication, list_decodings, step_collectives
-from platform.predict.footprint import count_saved_elements, weight_bytes
+from platform.predict.footprint import count_saved_elements
 from platform.predict.make_plan import make_plan
 from platform.predict.step_price import read_hardware, step_price
 from platform.runtime import normal_floats
@@ -23,7 +23,7 @@ from platform.runtime.communicator import SingleRank
 from platform.train import rank_parameters
 from platform.train.generator import TextGenerator
 from platform.train.replies import AskedTexts
-from tests.harness.held import check_held, check_stages
+from tests.harness.held import check_kept_parameters, check_stages
 from tests.harness.oracle import compare, prove, run, serial, trainer_of
 from tests.harness.threads import run_threads
 from tests.runtime.oracle import test_adapters
@@ -147,15 +147,7 @@ def test_ranks_hold_what_is_planned(name):
     plan = make_plan(c)
 
     def kept(communicator) -> None:
-        trainer = trainer_of(c, plan, communicator)
-        check_held(trainer)
-        here = [flat for flat in trainer.weights.buckets if flat.here]
-        found = sum(flat.masters.nbytes for flat in here)  # masters, and what is frozen
-        found += sum(flat._whole.untyped_storage().nbytes() for flat in here if flat._whole is not flat.masters)
-        found += sum(flat.part.nbytes for flat in here if flat.bucket.zero == 3 and not flat.bucket.frozen)
-        assert found == weight_bytes(plan, 0, communicator.coordinates)["parameters"]
-        in_4_bits = [flat for flat in here if flat.bucket.quantised]
-        assert all(flat.masters.nbytes * NF4_BLOCK == flat.bucket.shard_elements * NF4_BYTES for flat in in_4_bits)
+        check_kept_parameters(trainer_of(c, plan, communicator), NF4_BLOCK)
 
     world = plan.mesh.world_size
     run_threads(plan.mesh, kept) if world > 1 else kept(SingleRank(plan.mesh))
