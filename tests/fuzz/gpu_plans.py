@@ -74,5 +74,6 @@ def step_on_card(c: Config, rank: int) -> None:
     assert once and not report.skipped, f"rank {rank} on the card reads {reads}"
     threads, here = counter.sections["backward"].threads, current_thread().name
     assert threads - {here} or not trainer.weights.trainable_masters, f"rank {rank} on the card: backward in {threads}"
-    updates = c.optimizer.kind == "adamw" and any(x.numel() for x in trainer.weights.trainable_masters.values())
+    fused = c.optimizer.kind == "adamw" and c.optimizer.moments == "fp32"  # others are rounded in an order of their own
+    updates = fused and any(x.numel() for x in trainer.weights.trainable_masters.values())
     assert not updates or "_fused_adamw_" in counter.sections["optimizer"].kernels, f"rank {rank} on the card: no AdamW"
