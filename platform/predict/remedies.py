@@ -16,7 +16,7 @@ from typing import Any
 
 from platform.boundary.refusals import NEAREST, format_violation
 from platform.boundary.terminal import show_phase
-from platform.config.fields import Config
+from platform.config.fields import Config, choose_quantisation
 from platform.config.layout_rules import OPEN_KEYS, forbids_zero
 from platform.optimizer.optimizers import list_further_offloads
 from platform.plan.generators import ONE_CHUNK
@@ -42,7 +42,7 @@ from platform.predict.memory_budget import (
     predict_host_bytes,
     predict_peak_bytes,
 )
-from platform.predict.search import plan_finalist
+from platform.predict.search import MLP_CHUNKS, plan_finalist
 from platform.predict.step_price import step_price
 
 SHOWN = 3  # changes
@@ -288,6 +288,7 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
         yield "tensor.gathered=again", _replace_config_group(c, "tensor", gathered="again"), False
     if c.recompute == "none":
         yield "recompute=selective", replace(c, recompute="selective"), False
+    yield from _iterate_mlp_changes(c)
     if c.recompute != "full":
         yield "recompute=full", replace(c, recompute="full"), False
     if c.recompute == "full" and not c.recompute_offload and device_kind(c) == "cuda":
@@ -334,6 +335,12 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
                 _replace_config_group(c, "pipeline", kind="1f1b", stages=stages),
                 True,
             )
+
+
+def _iterate_mlp_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
+    """Yield the change, as `_iterate_changes` does, by which feed-forward layers keep no inner activations."""
+    if c.train.mlp_chunks == 1 and not choose_quantisation(c):
+        yield f"train.mlp_chunks={MLP_CHUNKS}", _replace_config_group(c, "train", mlp_chunks=MLP_CHUNKS), False
 
 
 def _iterate_offload_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
-from platform.config.fields import ALL, Config
+from platform.config.fields import ALL, Config, choose_quantisation
 from platform.config.validation import violations_of_configuration
 from platform.optimizer.optimizers import count_offloaded_numbers, count_states_per_element, list_further_offloads
 from platform.plan.layout import find_divisors, format_count
@@ -38,6 +38,7 @@ PATIENCE = 3  # times as many are planned at most without a better one that fits
 DOUBT = 0.1  # of its seconds: so much later is planned what is expected to lack memory, unless its mode errs
 LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
 WITHIN = 0.98, 0.9  # how far such quotients go below the least that was seen of the mode
+MLP_CHUNKS = 4  # in which feed-forward layers are computed where nothing fits
 AKIN = 0.97  # how far the quotient of seconds of a mode of which none was planned goes below the least of its family
 
 
@@ -270,6 +271,9 @@ def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
         opened.plan.search.append(ALL if value == f"[{ALL}]" else key)
         if {ALL, opened.plan.search[-1]}.isdisjoint(config.plan.search):
             helpful[typed] = opened
+    if needed <= standings.workers and config.train.mlp_chunks == 1 and not choose_quantisation(config):
+        helpful[f"train.mlp_chunks={MLP_CHUNKS}"] = chunked = deepcopy(config)
+        chunked.train.mlp_chunks = MLP_CHUNKS
     for word in list_further_offloads(config) if device_kind(config) == "cuda" else ():
         helpful[f"optimizer.offload={word}"] = offloading = deepcopy(config)
         offloading.optimizer.offload = word

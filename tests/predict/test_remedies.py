@@ -172,3 +172,17 @@ def test_what_fits_no_gpu_is_offered_host_memory():
         choose_plan(c, 1)
     c.cluster.gpu, c.cluster.device = "", "cpu"
     assert "offload" not in violation_of_memory(c, plan, Device(memory, "a host"))
+
+
+def test_wide_feed_forward_layers_are_offered_in_chunks():
+    """By refusals, and by a search that has all keys open; not where products in 8 bits scale their tokens together."""
+    model = "model=llama_8b model.layers=2 model.vocab=4096 model.length=65536 precision=bf16 recompute=full"
+    sizes = "parallel.data=1 train.microbatch=1 train.global_batch=4 pipeline=none tensor=serial"
+    typed = [*model.split(), *sizes.split(), "cluster.gpu=H100", "cluster.device=cuda"]
+    c = compose_config(typed)
+    plan, memory = make_plan(c), 25e9
+    assert "train.mlp_chunks=4 (19.1 GB)" in violation_of_memory(c, plan, Device(memory, "H100"))
+    c.precision = "fp8"
+    assert "mlp_chunks" not in violation_of_memory(c, make_plan(c), Device(memory, "H100"))
+    with pytest.raises(ConfigError, match="with train.mlp_chunks=4 one fits: .* recompute=none"):
+        choose_plan(compose_config([*typed, "plan.search=[all]"]), 1, memory)
