@@ -108,6 +108,25 @@ class Layer:
         """Return the declared weights of this model layer and of the layers inside it, each once, in order."""
         return list(dict.fromkeys(_iterate_parameters(vars(self).values())))
 
+    def describe(self, name: str) -> tuple:
+        """Return all that this model layer, called `name`, is made of, but names: layers that share it are alike."""
+        return type(self), *((key, _describe_attribute(value, name)) for key, value in vars(self).items())
+
+
+def _describe_attribute(value: Any, name: str) -> Any:
+    """Return an attribute of a model layer called `name` so that it equals that of an alike layer."""
+    if isinstance(value, Parameter):
+        return value.name.removeprefix(name), value.dims, value.role, value.sizes
+    if isinstance(value, list | tuple):
+        return tuple(_describe_attribute(part, name) for part in value)
+    if isinstance(value, dict):
+        return tuple((key, _describe_attribute(part, name)) for key, part in value.items())
+    if isinstance(value, Layer):
+        return value.describe(name)
+    if isinstance(value, str):
+        return value.removeprefix(name)
+    return value if value is None or isinstance(value, int | float | RotaryScaling) else id(value)
+
 
 def _iterate_parameters(values: Iterable[Any]) -> Iterator[Parameter]:
     """Yield the Parameters (declared weights) among the attribute `values` of a model layer, also of the layers, lists

@@ -169,6 +169,14 @@ class Transformer(Layer):
     def parameters(self) -> list[Parameter]:
         return self._declared
 
+    def describe_unit(self, unit: str) -> tuple | None:
+        """Return all of a block but names that decides what is recorded of it; None for other units of the model, and
+        for blocks with which a stack's final norm is computed."""
+        for stack in (part for part in vars(self).values() if isinstance(part, Stack)):
+            if unit in stack.blocks and not (stack.norm and unit == stack.units[-1]):
+                return id(stack), *stack.blocks[unit].describe(unit)
+        return None
+
     def forward(self, ops: Ops, inputs: Mapping[str, Any]) -> Any:
         """Return the summed loss of the whole model's forward pass on the data tensors `inputs`, by name."""
         return self.part(ops, inputs, {}, self.units)["loss"]

@@ -179,11 +179,18 @@ def _record_units(
     """Return a key and the operations of each unit of a model, without recomputation; alike units are one object."""
     recorded: dict[Any, Any] = find_recordings(model, replace(recorder(), recompute=NO_RECOMPUTATION))
     if _record_units not in recorded:
-        flow, known, units = dict[str, Symbol](), dict[tuple, tuple](), []
+        flow, known, units, results = dict[str, Symbol](), dict[tuple, tuple](), [], dict[tuple, tuple]()
+        describe_unit = getattr(model, "describe_unit", lambda unit: None)
         for unit in getattr(model, "units", ()):
-            ops, flow = _record_part(model, flow, [unit], replace(recorder(), recompute=NO_RECOMPUTATION))
-            key = tuple(o.nameless_key for o in ops.operations)
-            units.append(known.setdefault(key, (key, ops.operations)))
+            ops = replace(recorder(), recompute=NO_RECOMPUTATION)
+            of_alike = () if ops.adapters else describe_unit(unit)  # adapters are of layers by their numbers
+            alike = of_alike and (of_alike, tuple(flow.items()))
+            if alike not in results:
+                ops, flow = _record_part(model, flow, [unit], ops)
+                key = tuple(o.nameless_key for o in ops.operations)
+                results[alike or (unit,)] = known.setdefault(key, (key, ops.operations)), flow
+            one, flow = results[alike or (unit,)]
+            units.append(one)
         recorded[_record_units] = units
     return recorded[_record_units]
 

@@ -130,7 +130,7 @@ SCHEDULES: dict[str, Generator] = {
     "zb_h1": build_zb_h1_table,
 }
 SHIPPED, PROVEN = tuple(SCHEDULES), frozenset(SCHEDULES.values())  # tests validate the tables of these
-SETTLED = 16  # microbatches after which the sends in flight have reached their maximum
+SETTLED = 8  # microbatches after which the sends in flight have reached their maximum
 
 
 def generate(kind: str, stages: int, chunks: int, microbatches: int, generator: Generator | None = None) -> Schedule:
@@ -170,9 +170,9 @@ def representative_microbatches(kind: str, stages: int, chunks: int, microbatche
     if kind not in SHIPPED or kind == "gpipe":
         return microbatches
     if chunks == 1:
-        return min(microbatches, 3 * stages + SETTLED)
+        return min(microbatches, 2 * stages + SETTLED)
     group = _group_size(stages, microbatches)
-    numbers = range(4 * group, microbatches, group)
+    numbers = range(3 * group, microbatches, group)
     return next((m for m in numbers if m >= SETTLED and _group_size(stages, m) == group), microbatches)
 
 

@@ -137,9 +137,10 @@ def _record_model(
 ) -> list[RecordedChunk]:
     """Record a model's forward pass as `count` chunks, of the units `parts` if given, and check that it uses each of
     its declared `parameters`. `quantise`: arguments of `mark_quantised`."""
-    declared = {p.name: p for p in parameters}
+    declared, legal = {p.name: p for p in parameters}, set[object]()  # of all chunks, whose layers are alike
     with raise_model_mistakes(model):
-        chunks = record_chunks(model, partial(recorder, declared=declared), count, recorder.keywords["sizes"], parts)
+        checked = partial(recorder, declared=declared, _legal=legal)
+        chunks = record_chunks(model, checked, count, recorder.keywords["sizes"], parts)
     operations = (o for chunk in chunks for o in chunk.ops.operations)
     check_parameters_used(parameters, (p.name for o in operations for p in (*o.parameters, *o.states)), model)
     return [chunk.quantise_products(*quantise) for chunk in chunks] if quantise else chunks
