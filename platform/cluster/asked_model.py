@@ -24,6 +24,8 @@ from platform.config.fields import Config, Model
 from platform.data.chat_templates import parse_conversation
 from platform.data.special_tokens import SpecialIds
 from platform.data.tokenizer import Vocabulary
+from platform.model.attention import configure_layer
+from platform.model.layers import dim_sizes
 from platform.plan.accelerators import nominal_memory
 from platform.plan.generation_passes import ROOM
 from platform.plan.layout import format_count, pad_to_multiple
@@ -317,10 +319,10 @@ def violations_of_memory(config: Config, plan: Plan, rows: int, tokens: int, bea
 
 def _bytes_of_row(model: Model, tokens: int, itemsize: int) -> int:
     """Return the bytes that a text of so many `tokens` takes as an asked model generates it: keys, values, logits."""
-    d_kv = model.d_kv or model.d_model // model.heads
-    width = (model.kv_heads or model.heads) * (d_kv + (model.d_value or d_kv))
+    of_layers = [dim_sizes(configure_layer(model, layer)) for layer in range(model.layers)]
+    width = sum(sizes["kv_heads"] * (sizes["d_kv"] + (model.d_value or sizes["d_kv"])) for sizes in of_layers)
     seen = tokens + (model.source_length or model.length) * (model.kind == "encoder_decoder")
-    return model.layers * seen * width * itemsize + model.vocab * _LOGIT
+    return seen * width * itemsize + model.vocab * _LOGIT
 
 
 def _total_worker_memory(config: Config, workers: int) -> float:

@@ -437,6 +437,13 @@ class Model:
     q_latent: int = key(0, "kv_latent: width of what queries are made from; 0 = d_model itself", ">= 0", most=2**16)
     d_rope: int = key(0, "kv_latent: elements of d_kv that rotate, in a key alike for all heads", ">= 0", most=2**16)
     d_value: int = key(0, "kv_latent: width of one head's values; 0 = d_kv", ">= 0", most=2**16)
+    global_d_kv: int = key(0, "width of one head in layers without model.window; 0 = as in others", ">= 0", most=2**16)
+    global_kv_heads: int = key(
+        0, "key and value heads in layers without model.window; 0 = as in others", ">= 0", most=2**16
+    )
+    values_are_keys: bool = key(
+        False, "in layers without a window one product makes keys and values, before norms and rotations"
+    )
     attention_gate: bool = key(False, "a layer's input gates each element of attention's result, by its sigmoid")
     linear_layers: list[int] = key(
         [], "layers, from 0, with a gated delta rule in place of attention", ">= 0", most=1000
@@ -499,6 +506,7 @@ class Model:
     parallel_residual: bool = key(False, "attention and feed-forward layer of a block read the same stream")
     embedding_scale: float = key(1.0, "factor on the embeddings, where they enter the stream", "> 0", most=1e6)
     residual_scale: float = key(1.0, "factor on a layer's output, before it is added to the stream", "> 0", most=1e6)
+    stored_scale: bool = key(False, "the stream behind a block is multiplied by a number that is stored, not trained")
     embedding_norm: bool = key(False, "normalise the embeddings too, as BERT does")
     activation: str = key(
         "gelu",
@@ -519,13 +527,16 @@ class Model:
     window_rope_theta: float = key(
         0.0, "base of the rotations, not scaled, of layers with model.window; 0 = as other layers", ">= 0"
     )
-    rope_share: float = key(1.0, "positions=rope: share of a head's elements that rotate, its first", "> 0 and <= 1")
+    rope_share: float = key(
+        1.0, "positions=rope: share of a head's elements that rotate, its first; rope_scaling=proportional: of its"
+        " pairs, by the frequencies of a whole head", "> 0 and <= 1",
+    )  # fmt: skip
     rope_scaling: str = key(
         "none", "positions=rope: how angles are scaled to longer sequences",
-        ("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
+        ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"),
     )  # fmt: skip
     rope_factor: float = key(1.0, "rope_scaling: how much longer the sequences are", ">= 1")
-    rope_original_length: int = key(0, "rope_scaling other than linear: length before", ">= 0", most=2**24)
+    rope_original_length: int = key(0, "rope_scaling by the length before: that length", ">= 0", most=2**24)
     rope_low: float = key(1.0, "rope_scaling=llama3, yarn: pairs of fewer turns in that length are all scaled", "> 0")
     rope_high: float = key(4.0, "rope_scaling=llama3, yarn: pairs of more turns are not scaled", "> 0")
     rope_truncate: bool = key(True, "rope_scaling=yarn: the bounds of what is scaled are rounded to whole pairs")
@@ -549,6 +560,7 @@ class Model:
     )
     attention_sinks: bool = key(False, "each head may attend to nothing, by a learned score of its own")
     query_key_norm: bool = key(False, "RMSNorm of queries and keys")
+    value_norm: bool = key(False, "RMSNorm of each head's values, without a gain")
     query_key_norm_over: str = key("head", "what one such norm spans: a head, or all heads", ("head", "heads"))
     segments: int = key(
         0, "encoder: rows of a second embedding, of each token's document; 0 = none", ">= 0", most=2**16

@@ -37,7 +37,7 @@ def _violations_of_attention(config: Config) -> Iterator[str]:
     if not m.d_kv and m.d_model % m.heads:
         constraint = f"must divide model.d_model={m.d_model} where model.d_kv is not given"
         yield violation_of_key(config, "model.heads", constraint, closest_values(m.heads, find_divisors(m.d_model)))
-    elif m.kv_latent or m.rope_share < 1:
+    elif m.kv_latent or (m.rope_share < 1 and m.rope_scaling != "proportional"):
         pass  # what rotates is d_rope, or a share
     elif m.positions == "rope" and m.d_kv % 2:
         yield violation_of_key(config, "model.d_kv", rope, [m.d_kv - 1, m.d_kv + 1])
@@ -50,6 +50,30 @@ def _violations_of_attention(config: Config) -> Iterator[str]:
         yield violation_of_key(config, "model.kv_heads", f"must divide model.heads={m.heads}", legal)
     if m.query_key_norm_over != "head" and not m.query_key_norm:
         yield violation_of_key(config, "model.query_key_norm_over", "model.query_key_norm=false is no norm", ["head"])
+
+
+def _violations_of_layers_that_see_all(config: Config) -> Iterator[str]:
+    """Yield a refusal line for heads of layers without a window that do not fit, and where no layer has such heads, or
+    no attention what concerns its values."""
+    m = config.model
+    for key in ("global_d_kv", "global_kv_heads"):
+        if getattr(m, key) and not m.window:
+            yield violation_of_key(config, f"model.{key}", "model.window=0: all layers are alike", [0])
+    for key in ("global_d_kv", "global_kv_heads", "values_are_keys", "value_norm"):
+        reason = f"model.kv_latent={m.kv_latent} makes keys and values" if m.kv_latent else f"model.kind={m.kind}"
+        if getattr(m, key) and (m.kv_latent or m.kind in ("encoder_decoder", "two_layer")):
+            yield violation_of_key(config, f"model.{key}", f"{reason} has no such attention", [getattr(Model(), key)])
+    if m.global_kv_heads and m.heads % m.global_kv_heads:
+        legal = closest_values(m.global_kv_heads, find_divisors(m.heads))
+        yield violation_of_key(config, "model.global_kv_heads", f"must divide model.heads={m.heads}", legal)
+    if m.global_d_kv and m.rope_scaling == "longrope":
+        constraint = "model.rope_scaling=longrope has a divisor for each pair of model.d_kv"
+        yield violation_of_key(config, "model.global_d_kv", constraint, [0])
+    share = 1.0 if m.rope_scaling == "proportional" else m.rope_share
+    if m.positions == "rope" and ((turned := int(m.global_d_kv * share)) % 2 or turned == 0 < m.global_d_kv):
+        legal = [n for n in range(2, 2 * m.global_d_kv + 2, 2) if int(n * share) % 2 == 0 < int(n * share)]
+        constraint = f"model.positions=rope rotates pairs of elements, not {turned}"
+        yield violation_of_key(config, "model.global_d_kv", constraint, closest_values(m.global_d_kv, legal))
 
 
 def _violations_of_latent_attention(config: Config) -> Iterator[str]:
@@ -117,7 +141,7 @@ def _violations_of_rotary_positions(config: Config) -> Iterator[str]:
         yield format_violation("model.no_rope_layers", beyond[0], f"layers are 0 to {m.layers - 1}", [m.layers - 1])
     d_kv = m.d_kv or m.d_model // m.heads
     turned = m.d_rope if m.kv_latent else int(d_kv * m.rope_share)
-    if m.rope_share < 1 and (turned % 2 or not turned):
+    if m.rope_share < 1 and m.rope_scaling != "proportional" and (turned % 2 or not turned):
         legal = closest_values(m.rope_share, [n / d_kv for n in range(2, d_kv + 1, 2)])
         yield violation_of_key(config, "model.rope_share", f"rotates {turned} of {d_kv} elements: needs pairs", legal)
     pairs = turned // 2 if m.rope_scaling == "longrope" else 0
@@ -129,7 +153,7 @@ def _violations_of_rotary_positions(config: Config) -> Iterator[str]:
         return
     if m.positions != "rope":
         yield violation_of_key(config, "model.rope_scaling", unrotated, ["none"])
-    if m.rope_scaling == "linear":
+    if m.rope_scaling in ("linear", "proportional"):
         return
     if not m.rope_original_length:
         yield violation_of_key(config, "model.rope_original_length", f"{kind} needs the length before", [m.length])
@@ -259,6 +283,7 @@ def _violations_of_router_groups(config: Config) -> Iterator[str]:
 MODEL_RULES = (
     _violations_of_attention,
     _violations_of_latent_attention,
+    _violations_of_layers_that_see_all,
     _violations_of_delta_rules,
     _violations_of_rotary_positions,
     _violations_of_attention_masks,

@@ -14,7 +14,17 @@ from typing import Any
 from platform.config.fields import Model as ModelConfig
 from platform.model.delta_net import DeltaNet
 from platform.model.feed_forward import Experts, FeedForward
-from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, dim_sizes, rotary_scaling, rotary_width
+from platform.model.layers import (
+    STD,
+    Layer,
+    Norm,
+    Residual,
+    StackSpecs,
+    dim_sizes,
+    rotary_scaling,
+    rotary_width,
+    select_sizes,
+)
 from platform.plan.model_types import Parameter, resize_dim, scores_spec
 from platform.plan.operations.registry import Ops
 
@@ -126,23 +136,30 @@ class Attention(Residual):
         self.causal, self.window, self.cross, self.memory = causal, window, memory is not None, memory or shapes
         self.scale = c.attention_scale or 1 / sqrt(c.d_kv or c.d_model // c.heads)
         self.scaling = rotary_scaling(c)
-        self.turned_part = {"width": rotary_width(c), "leading": True} if c.rope_share < 1 else {}
-        out = STD / sqrt(2 * c.layers)
-        q, kv = ("heads", "d_kv", "d_model"), ("kv_heads", "d_kv", "d_model")
-        self.query = Parameter(f"{name}.query", q, "in", std=STD, decay=True, turned=True)
-        self.key = Parameter(f"{name}.key", kv, "in", std=STD, decay=True, turned=True)
-        self.value = Parameter(f"{name}.value", kv, "in", std=STD, decay=True, turned=True)
-        self.output = Parameter(f"{name}.output", ("d_model", "heads", "d_kv"), "out", std=out, decay=True)
-        gate = Parameter(f"{name}.gate", q, "in", std=STD, decay=True, turned=True)
-        self.inner = [self.query, self.key, self.value, *([gate] if c.attention_gate else [])]
+        turned = rotary_width(c)
+        self.turned_part = {"width": turned, "leading": True} if turned < dim_sizes(c)["d_kv"] else {}
+        own, out = shapes.head_sizes, STD / sqrt(2 * c.layers)
+
+        def weight(part: str, heads: str) -> Parameter:
+            """Return the weight of what the product of the layer's input has for each of the `heads`."""
+            dims = heads, "d_kv", "d_model"
+            sizes = select_sizes(own, dims)
+            return Parameter(f"{name}.{part}", dims, "in", std=STD, decay=True, turned=True, sizes=sizes)
+
+        self.query, self.key = weight("query", "heads"), weight("key", "kv_heads")
+        self.value = self.key if c.values_are_keys else weight("value", "kv_heads")
+        dims = "d_model", "heads", "d_kv"
+        self.output = Parameter(f"{name}.output", dims, "out", std=out, decay=True, sizes=select_sizes(own, dims))
+        gate = [weight("gate", "heads")] if c.attention_gate else []
+        self.inner = [*dict.fromkeys((self.query, self.key, self.value)), *gate]
         biases = c.attention_bias or ("all" if c.bias else "none")
-        inner = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros") for p in self.inner]
+        inner = [Parameter(f"{p.name}_bias", p.dims[:-1], "in", "zeros", sizes=p.sizes) for p in self.inner]
         self.inner_biases = [] if biases == "none" else inner
         bias = Parameter(f"{name}.output_bias", ("d_model",), "vector", "zeros")
         self.output_bias = [bias] if biases == "all" else []
         self.sink = Parameter(f"{name}.sink", ("heads",), "in", std=STD) if c.attention_sinks else None
-        self.query_norm = Norm.build_head_norm(f"{name}.query_norm", c, "heads") if c.query_key_norm else None
-        self.key_norm = Norm.build_head_norm(f"{name}.key_norm", c, "kv_heads") if c.query_key_norm else None
+        self.query_norm = Norm.build_head_norm(f"{name}.query_norm", c, "heads", own) if c.query_key_norm else None
+        self.key_norm = Norm.build_head_norm(f"{name}.key_norm", c, "kv_heads", own) if c.query_key_norm else None
 
     def __call__(
         self,
@@ -164,12 +181,15 @@ class Attention(Residual):
         next layer."""
         s, m = self.shapes, self.memory
         entered = self.prepare_input(ops, x) if entered is None else entered
-        weights, specs, biases = self.inner, (s.query, s.key, s.key, s.query)[: len(self.inner)], self.inner_biases
+        weights, biases = self.inner, self.inner_biases
+        specs = [s.key if w.dims[0] == "kv_heads" else s.query for w in weights]
         if self.cross:  # of which queries and gate alone are made here
             q, *gate = ops.project(entered, s.stream, weights[::3], specs[::3], biases[::3])
             k, v = memory
         else:
-            q, k, v, *gate = ops.project(entered, s.stream, weights, specs, biases)
+            q, k, *gate = ops.project(entered, s.stream, weights, specs, biases)
+            v = k if self.value is self.key else gate.pop(0)
+            v = ops.normalise(f"{self.name}.value", v, s.key, self.config.norm_eps) if self.config.value_norm else v
         q = self.query_norm(ops, q, s.query) if self.query_norm else q
         if self.key_norm and not self.cross:  # that of a memory is in `project_keys_and_values`
             k = self.key_norm(ops, k, s.key)
@@ -179,7 +199,7 @@ class Attention(Residual):
             q = ops.rotate(f"{self.name}.query", q, s.query, **turn)
             k = ops.rotate(f"{self.name}.key", k, s.key, **turn)
             # in memory of its own, as that of the product of all three would be kept with it
-            v = v if self.key_norm else ops.scale(v, s.key, 1.0)
+            v = v if self.key_norm or self.config.value_norm else ops.scale(v, s.key, 1.0)
         moves = [(f"{self.name}.query_core", q, s.query, s.core_query)]
         if k is not None:
             moves += [(f"{self.name}.{x}_core", t, m.key, m.core_key) for x, t in (("key", k), ("value", v))]
@@ -230,6 +250,8 @@ class TransformerBlock(Layer):
         self.attention = kind(f"{name}.{'delta' if linear else 'attention'}", c, shapes, causal=causal, window=window)
         self.cross = Attention(f"{name}.cross", c, shapes, causal=False, memory=memory) if memory else None
         self.mlp = (Experts if experts else FeedForward)(f"{name}.mlp", c, shapes)
+        factor = Parameter(f"{name}.scale", ("gates",), "factor", "ones", sizes=(("gates", 1),))
+        self.factor, self.stream = [factor] if c.stored_scale else [], shapes.stream
 
     def __call__(
         self,
@@ -248,11 +270,13 @@ class TransformerBlock(Layer):
         its self-attention; `memory_mask`: the mask of its cross-attention; `tokens`: see `Experts`."""
         if self.parallel:
             h = self.mlp.prepare_input(ops, x)
-            return self.mlp(ops, self.attention(ops, x, mask=mask, begins=begins, bias=bias), h, tokens)
-        x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
+            x = self.attention(ops, x, mask=mask, begins=begins, bias=bias)
+        else:
+            x, h = self.attention(ops, x, mask=mask, begins=begins, bias=bias, following=self.cross or self.mlp)
         if self.cross:
             x, h = self.cross(ops, x, pair, mask=memory_mask, entered=h, following=self.mlp)
-        return self.mlp(ops, x, h, tokens)
+        x, auxiliary = self.mlp(ops, x, h, tokens)
+        return ops.scale_by(self.name, x, self.stream, self.factor) if self.factor else x, auxiliary
 
 
 class Stack(Layer):
@@ -276,7 +300,8 @@ class Stack(Layer):
         names = {f"{prefix}layers.{i}": i for i in (range(c.layers) if only is None else [only])}
         more: dict[str, Any] = {"causal": causal, "memory": memory}
         self.blocks = {
-            n: TransformerBlock(n, rotate_layer(c, i), shapes, **more, **layer_kind(c, i)) for n, i in names.items()
+            n: TransformerBlock(n, configure_layer(c, i), resize_layer(c, i, shapes), **more, **layer_kind(c, i))
+            for n, i in names.items()
         }
         table = Parameter(f"{prefix}relative_bias", ("buckets", "heads"), "in", std=STD)
         self.relative = table if c.positions == "relative" and _attend(self.blocks.values()) else None
@@ -369,10 +394,23 @@ def has_window(c: ModelConfig, layer: int) -> bool:
     return c.window > 0 and (not c.window_layers or layer in c.window_layers)
 
 
-def rotate_layer(c: ModelConfig, layer: int) -> ModelConfig:
-    """Return the configuration of Transformer layer number `layer`, whose rotary positions may be others, or none."""
+def configure_layer(c: ModelConfig, layer: int) -> ModelConfig:
+    """Return the configuration of Transformer layer number `layer`, whose heads and rotary positions may be others."""
+    windowed, changes = has_window(c, layer), dict[str, Any]()
+    if c.window and not windowed and layer not in c.linear_layers:
+        changes |= {"d_kv": c.global_d_kv or c.d_kv, "kv_heads": c.global_kv_heads or c.kv_heads}
+    if windowed and c.values_are_keys:
+        changes["values_are_keys"] = False
     if layer in c.no_rope_layers:
-        return replace(c, positions="")
-    if c.window_rope_theta and has_window(c, layer):
-        return replace(c, rope_theta=c.window_rope_theta, rope_scaling="none")
-    return c
+        changes["positions"] = ""
+    elif windowed and c.window_rope_theta:  # a share that is the scaling's goes with it
+        share = 1.0 if c.rope_scaling == "proportional" else c.rope_share
+        changes |= {"rope_theta": c.window_rope_theta, "rope_scaling": "none", "rope_share": share}
+    return replace(c, **changes) if changes else c
+
+
+def resize_layer(c: ModelConfig, layer: int, shapes: StackSpecs) -> StackSpecs:
+    """Return a stack's Specs `shapes` with the heads that Transformer layer number `layer` has."""
+    of_model, of_layer = dim_sizes(c), dim_sizes(configure_layer(c, layer))
+    sizes = {dim: of_layer[dim] for dim in ("kv_heads", "d_kv") if of_layer[dim] != of_model[dim]}
+    return shapes.resize_heads(sizes) if sizes else shapes

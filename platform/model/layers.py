@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, log, sqrt
@@ -34,6 +35,17 @@ class StackSpecs:
         self.scores = Spec.of("stream", "length batch experts", (*sizes, *slot_sizes), "accumulate")
         self.places = Spec.of("experts", "experts batch slots d_model", slot_sizes)
         self.rows = Spec.of("experts", "rows d_model", sizes)
+        self.head_sizes: dict[str, int] = {}  # of dims that are not as the model has them
+
+    def resize_heads(self, sizes: dict[str, int]) -> StackSpecs:
+        """Return these Specs with other numbers or widths of a layer's heads, by dim."""
+        resized = copy(self)
+        resized.head_sizes = sizes
+        for name in ("query", "key", "core_query", "core_key"):
+            spec = getattr(self, name)
+            more = tuple((d, n) for d, n in sizes.items() if d in spec.dims)
+            setattr(resized, name, replace(spec, sizes=(*spec.sizes, *more)))
+        return resized
 
 
 def dim_sizes(c: ModelConfig) -> dict[str, int]:
@@ -75,12 +87,13 @@ def rotary_scaling(c: ModelConfig) -> RotaryScaling | None:
         magnitude = c.rope_magnitude or sqrt(1 + log(c.rope_factor) / log(max(2, c.rope_original_length)))
     bounds = c.rope_low, c.rope_high, magnitude, c.rope_truncate
     of_pairs = tuple(c.rope_short), tuple(c.rope_long)
-    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds, *of_pairs)
+    share = c.rope_share if c.rope_scaling == "proportional" else 1.0
+    return RotaryScaling(c.rope_scaling, c.rope_factor, c.rope_original_length, *bounds, *of_pairs, share)
 
 
 def rotary_width(c: ModelConfig) -> int:
-    """Return how many elements of a head rotate, by the model configuration."""
-    return int(dim_sizes(c)["d_kv"] * c.rope_share)
+    """Return how many elements of a head rotate as a head of their own, by the model configuration."""
+    return int(dim_sizes(c)["d_kv"] * (1.0 if c.rope_scaling == "proportional" else c.rope_share))
 
 
 def expert_width(c: ModelConfig) -> int:
@@ -140,6 +153,11 @@ def _iterate_parameters(values: Iterable[Any]) -> Iterator[Parameter]:
             yield from _iterate_parameters(value.values() if isinstance(value, dict) else value)
 
 
+def select_sizes(sizes: dict[str, int], dims: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Return a layer's own `sizes` of some `dims`, as a Parameter has them."""
+    return tuple((d, sizes[d]) for d in dims if d in sizes)
+
+
 def initial_gain(c: ModelConfig) -> str:
     """Return how the gains of a model's norms begin, so that they multiply by 1."""
     return "zeros" if c.norm == CENTRED else "ones"
@@ -167,11 +185,11 @@ class Norm(Layer):
         return cls("rmsnorm", LATENT_EPS, Parameter(f"{name}.gain", (dim,), "in", "ones"), None)
 
     @classmethod
-    def build_head_norm(cls, name: str, c: ModelConfig, heads: str) -> Norm:
+    def build_head_norm(cls, name: str, c: ModelConfig, heads: str, sizes: dict[str, int]) -> Norm:
         """Construct the RMSNorm of attention queries or keys, over each head or all `heads`; its gain is NAME.gain."""
         dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
-        kind = CENTRED if c.norm == CENTRED else "rmsnorm"
-        return cls(kind, c.norm_eps, Parameter(f"{name}.gain", dims, "in", initial_gain(c)), None)
+        kind, own = CENTRED if c.norm == CENTRED else "rmsnorm", select_sizes(sizes, dims)
+        return cls(kind, c.norm_eps, Parameter(f"{name}.gain", dims, "in", initial_gain(c), sizes=own), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
         """Apply a model's LayerNorm or RMSNorm to the activation x over the dims of the gain; `spec`: dims of x."""

@@ -92,7 +92,7 @@ def _rename_dim(spec: Spec, old: str, new: str) -> Spec:
 
 
 # role of a parameter that no gradient updates -> kind of training state that it is (`KIND.NAME` in a checkpoint)
-STATES = {"choice": "model", "load": "state"}
+STATES = {"choice": "model", "load": "state", "factor": "model"}
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,11 @@ class Parameter:
     """Declaration of a parameter: its global name, dims and initialisation.
 
     `role` selects the scheme's layout: `in` contracts d_model, `out` produces it, `vector` is a norm, bias or position
-    of d_model. Two more are states, which a step's load of experts updates in place of a gradient, whole on every rank
-    of their stage and in the type of master copies: `choice` is a bias for the choice of experts, `load` their load in
-    the step before, 1 where it is even. `init` is zeros, ones, normal or uniform (with `std`). `decay`: weight decay
-    applies. `sizes` and `place` as in Spec. `turned`: its initial values are drawn with its last dim first.
+    of d_model. Three more are states, without gradient, whole on every rank of their stage and in the type of master
+    copies. A step's load of experts updates two: `choice` is a bias for the choice of experts, `load` their load in the
+    step before, 1 where it is even. `factor` is a number that nothing updates. `init` is zeros, ones, normal or uniform
+    (with `std`). `decay`: weight decay applies. `sizes` and `place` as in Spec. `turned`: its initial values are drawn
+    with its last dim first.
     """
 
     name: str
@@ -135,7 +136,7 @@ class Parameter:
 
     @property
     def is_state(self) -> bool:
-        """Return True if the routing of a step updates this parameter, in place of a gradient."""
+        """Return True if this parameter has no gradient: the routing of a step updates it, or nothing."""
         return self.role in STATES
 
 
@@ -311,7 +312,8 @@ class RotaryScaling:
       numbers if `truncate`. yarn multiplies all queries and keys by `magnitude`;
     - dynamic (emozilla 2023): sequences longer than `original_length` have a larger base;
     - longrope (Ding et al. 2024): pair i is divided by `long[i]` in such sequences, else by `short[i]`; times
-      `magnitude` as in yarn.
+      `magnitude` as in yarn;
+    - proportional (Gemma 4): as linear, and pairs behind the first `share` of a head do not turn.
     """
 
     kind: str
@@ -323,6 +325,7 @@ class RotaryScaling:
     truncate: bool = True
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

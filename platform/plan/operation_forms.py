@@ -345,7 +345,8 @@ def _count_key_value_elements(plan: Plan, name: str, keys_or_values: Spec | Para
     elements = prod(plan.local_shape(keys_or_values))
     if not (expanded := plan.operations.get(("expand_kv", f"{name}.key"))):
         return elements
-    kv, heads_per_group = expanded.operation.inputs[0], plan.sizes["heads"] // plan.sizes["kv_heads"]
+    kv = expanded.operation.inputs[0]
+    heads_per_group = plan.planner.count_group_heads(kv)
     groups = plan.local_shape(kv)[kv.dims.index("kv_heads")]
     heads = plan.local_shape(keys_or_values)[keys_or_values.dims.index("heads")]
     return elements // heads_per_group if heads == groups * heads_per_group else elements
@@ -551,6 +552,8 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "sinusoid": _rowwise_forms(),
     "remember": _rowwise_forms(),
     "recall": _rowwise_forms(),
+    "scale_by": _rowwise_forms(),
+    "normalise": _rowwise_forms(whole=lambda planned: ("d_kv",)),
     "rotate": _rowwise_forms(whole=lambda planned: ("d_kv",)),
     "recurrence": _rowwise_forms(whole=lambda planned: ("length",)),
     "convolve": _delta_rule_forms,

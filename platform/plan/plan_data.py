@@ -64,7 +64,7 @@ _LATER: dict[type, dict[str, Any]] = {
     Parameter: {"place": None},
     Einsum: {"frozen": False, "scaled": None},
     StoredStates: {"offload": "none"},
-    RotaryScaling: {"short": (), "long": ()},
+    RotaryScaling: {"short": (), "long": (), "share": 1.0},
 }
 _DIGESTS: dict[int, str] = {}  # by identity, of plans that are alive
 

@@ -67,7 +67,7 @@ class Planner:
         """Return the layout that the scheme gives an activation or parameter. If the scheme does not name kv_heads,
         they take the longest prefix of the axes of heads whose product divides their number, or that cuts heads into
         whole groups of theirs. Dim rows is split over the axes of the region's experts and of its batch."""
-        key = (tensor.role, tensor.dims, tensor.place) if isinstance(tensor, Parameter) else tensor  # whatever its name
+        key = nameless_tensor(tensor)
         if key not in self._layouts:
             self._layouts[key] = self._compute_layout(tensor)
         return self._layouts[key]
@@ -84,7 +84,7 @@ class Planner:
         if "kv_heads" in dims:
             rules = dict(layout)
             heads = rules.pop("heads", ())
-            rules.setdefault("kv_heads", self._kv_axes(heads))
+            rules.setdefault("kv_heads", self._kv_axes(heads, self.tensor_sizes(tensor)["kv_heads"]))
             layout = Layout.build_canonical(rules, layout.only)
         if "rows" in dims:
             rules = dict(layout.restrict_dims(d for d in dims if d != "rows"))
@@ -113,13 +113,13 @@ class Planner:
         rows = isinstance(tensor, Spec) and "rows" in tensor.dims
         return {"experts": self.scheme.regions[tensor.region]["experts"]} if rows else {}  # type: ignore[union-attr]
 
-    def _kv_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
-        """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide the number of KV heads; all
-        where heads are cut into whole groups."""
+    def _kv_axes(self, heads: Sequence[str], groups: int) -> tuple[str, ...]:
+        """Return the longest prefix of `heads`, the axes of query heads, whose ranks divide `groups`, the KV heads; all
+        where heads are cut into whole groups of the model's, none for a layer's own number of them."""
         n = len(heads)
         if self.cut_units:
-            return tuple(heads)
-        while self.sizes["kv_heads"] % self.mesh.count_ranks(heads[:n]):
+            return tuple(heads) if groups == self.sizes["kv_heads"] else ()
+        while groups % self.mesh.count_ranks(heads[:n]):
             n -= 1
         return tuple(heads[:n])
 
@@ -153,6 +153,11 @@ class Planner:
             own_experts = max(1, sizes["experts"] // ranks) + self.scheme.lent
             sizes["rows"] = ranks * tokens * min(sizes["rows"], own_experts)
         return sizes
+
+    def count_group_heads(self, keys: Tensor) -> int:
+        """Return how many heads of queries share each head of `keys`, which may be repeated already."""
+        sizes = {**self.sizes, **dict(keys.sizes)}
+        return sizes["heads"] // sizes.get("kv_heads", sizes["heads"])
 
     def local_shape(self, tensor: Tensor, layout: Layout | None = None) -> tuple[int, ...]:
         """Return the shape of a rank's block of a tensor in `layout`, by default the layout from the scheme."""

@@ -311,7 +311,7 @@ def _has_grouped_heads(plan: Plan, name: str) -> bool:
     assert isinstance(kv_spec, Spec)
     groups = plan.local_shape(kv_spec)[kv_spec.dims.index("kv_heads")]
     heads = plan.local_shape(heads_spec)[heads_spec.dims.index("heads")]
-    heads_per_group = plan.sizes["heads"] // plan.sizes["kv_heads"]
+    heads_per_group = plan.planner.count_group_heads(kv_spec)
     return heads_per_group > 1 and heads == groups * heads_per_group
 
 

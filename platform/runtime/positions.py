@@ -38,6 +38,9 @@ def _scale_frequencies(frequency: Tensor, theta: float, scaling: RotaryScaling, 
     if scaling.kind == "linear":
         return frequency / scaling.factor
     pairs = len(frequency)
+    if scaling.kind == "proportional":
+        turns = torch.arange(pairs, device=frequency.device) < int(scaling.share * pairs)
+        return frequency / scaling.factor * turns
     if scaling.kind == "longrope":
         divisors = torch.empty_like(frequency)
         for one, divisor in zip(divisors.split(1), _choose_divisors(scaling, tokens), strict=True):

@@ -138,6 +138,31 @@ class _RmsNorm(torch.autograd.Function):
         return (gradient * gain).mul_(rstd).addcmul_(x, along).to(dtype), dgain.to(of_gain), None
 
 
+class _UnitRows(torch.autograd.Function):
+    """Rows of x over the roots of their mean squares, of which x and one number a row are kept, as by `_RmsNorm`."""
+
+    @staticmethod
+    def forward(ctx, x, eps):
+        """Return the rows of x [..., d] over their root mean squares."""
+        wide = widen_dtype(x)
+        rstd = torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
+        ctx.save_for_backward(x, rstd)
+        return (wide * rstd).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradient of x."""
+        x, rstd = ctx.saved_tensors
+        dtype, x, gradient = x.dtype, *map(widen_dtype, (x, gradient))
+        along = (gradient * x).mean(-1, keepdim=True) * rstd.pow(3)
+        return (gradient * rstd).addcmul_(x, along, value=-1).to(dtype), None
+
+
+def normalise_rows(x: Tensor, eps: float) -> Tensor:
+    """Apply RMSNorm without a gain over the last dim of x, which is whole; `eps` is added to the mean square."""
+    return _UnitRows.apply(x, eps) if x.device.type == "cpu" else F.rms_norm(x, x.shape[-1:], None, eps)
+
+
 def apply_norm(
     x: Tensor,
     gain: Tensor,

@@ -59,7 +59,7 @@ class UnseatedWorker:
         a rank: hashes of the run's storage as this worker sees it, hashes and versions of its code, and settings that
         it cannot fulfil. `probe`: name of the file of random bytes that the driver has written to each storage."""
         train, m = self.config.train, self.config.model
-        dtype, d_kv = DTYPES[self.config.precision][0], m.d_kv or m.d_model // m.heads
+        dtype, d_kv = DTYPES[self.config.precision][0], max(m.d_kv or m.d_model // m.heads, m.global_d_kv)
         lacks = {
             "train.compile": reason_uncompiled("on", self.device) if train.compile == "on" else "",
             "train.attention_kernel": reason_kernel_fails(train.attention_kernel, self.device, dtype, d_kv, m.d_value),

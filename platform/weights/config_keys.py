@@ -42,6 +42,7 @@ class Rule:
 def resolve_sizes(m: Model) -> dict[str, int]:
     """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
     sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
+    sizes |= {f"global_{key}": getattr(m, f"global_{key}") or sizes[key] for key in ("kv_heads", "d_kv")}
     return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"], **linear_head_sizes(m)}
 
 
@@ -249,6 +250,8 @@ class RotaryRule(Rule):
         ]
         if name == _ORIGINAL:
             return lengths[1] or lengths[0]
+        if name == "factor" and kind == "proportional":
+            return 1.0
         if name == "factor" and kind in ("yarn", "longrope") and all(type(n) is int and n > 0 for n in lengths):
             return max(1.0, lengths[0] / lengths[1])
         weights: list[Any] = [scaling.get(weight) for weight in _YARN_WEIGHTS]
@@ -262,6 +265,8 @@ class RotaryRule(Rule):
         kind = "default" if m.rope_scaling == "none" else m.rope_scaling
         numbers = {name: getattr(m, ours) for name, ours in _SCALINGS.get(kind, {}).items()}
         implied = dict(_DEFAULTS)
+        if kind == "proportional":
+            implied["factor"] = 1.0
         if kind == "longrope":
             implied["factor"] = max(1.0, m.length / max(1, m.rope_original_length))
         if self.share is not None or m.rope_share != 1:
@@ -283,6 +288,7 @@ _SCALINGS: dict[str, dict[str, str]] = {  # kind of scaling -> its numbers, by t
              "truncate": "rope_truncate"},
     "longrope": {**_LONGER, "short_factor": "rope_short", "long_factor": "rope_long",
                  "attention_factor": "rope_magnitude"},
+    "proportional": _LINEAR,
 }  # fmt: skip
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0, "truncate": True}  # where one is missing
 _NEUTRAL = (("truncate", True),)
@@ -337,9 +343,11 @@ class LayerWindowRule(Rule):
         if kinds is None:
             is_windowed = lambda i: (i + 1) % every > 0 if alternate else bool(width) and i >= first  # noqa: E731
             kinds = list(_list_layer_types(layers, is_windowed))
-        if len(kinds) != layers or not all(kind in _KINDS for kind in kinds):
-            raise Inexpressible("layer_types", kinds, f"our words express {' and '.join(_KINDS)}, one for each layer")
-        windowed = [i for i, kind in enumerate(kinds) if kind == _KINDS[1]]
+        if len(kinds) != layers or not all(kind in LAYER_KINDS for kind in kinds):
+            raise Inexpressible(
+                "layer_types", kinds, f"our words express {' and '.join(LAYER_KINDS)}, one for each layer"
+            )
+        windowed = [i for i, kind in enumerate(kinds) if kind == LAYER_KINDS[1]]
         if windowed and not width:
             said = " and ".join(name for name in self.key_names if name in ("use_sliding_window", "sliding_window"))
             raise Inexpressible("layer_types", kinds, f"{said}: there is none")
@@ -361,12 +369,12 @@ class LayerWindowRule(Rule):
 
 
 _PATTERN = "sliding_window_pattern"
-_KINDS = ("full_attention", "sliding_attention")
+LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 def _list_layer_types(layers: int, windowed: Callable[[int], bool]) -> Iterator[str]:
     """Yield each layer's attention as `layer_types` of config.json has it: sliding_attention if `windowed`."""
-    return (_KINDS[windowed(i)] for i in range(layers))
+    return (LAYER_KINDS[windowed(i)] for i in range(layers))
 
 
 @dataclass(frozen=True)
@@ -389,13 +397,13 @@ class LayerRotaryRule(Rule):
     def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
         """Return our model keys on windows and rotary positions for a config.json. Raises Inexpressible."""
         parameters = read_value(config_json, "rope_parameters", None, (dict, type(None))) or {}
-        nested = {kind: parameters.get(kind) or {} for kind in _KINDS} if {*_KINDS} & {*parameters} else None
-        of_others = {**config_json, "rope_parameters": nested[_KINDS[0]] if nested else parameters}
+        nested = {kind: parameters.get(kind) or {} for kind in LAYER_KINDS} if {*LAYER_KINDS} & {*parameters} else None
+        of_others = {**config_json, "rope_parameters": nested[LAYER_KINDS[0]] if nested else parameters}
         model_keys = self.windows.read_model_keys(config_json) | self.rotary.read_model_keys(of_others)
-        said = dict(nested[_KINDS[1]]) if nested else {}
+        said = dict(nested[LAYER_KINDS[1]]) if nested else {}
         base = said.pop("rope_theta", None) or read_value(config_json, self.local_key, self.local, (int, float))
         if said and said != {"rope_type": "default"}:
-            raise Inexpressible(f"rope_parameters.{_KINDS[1]}", said, "our words express a base alone, not scaled")
+            raise Inexpressible(f"rope_parameters.{LAYER_KINDS[1]}", said, "our words express a base alone, not scaled")
         if model_keys.get("window"):
             model_keys["window_rope_theta"] = float(_check_not_negative(self.local_key, base))
         return model_keys
@@ -405,7 +413,7 @@ class LayerRotaryRule(Rule):
         windows, whole = self.windows.write_config_keys(m), self.rotary.write_config_keys(m)["rope_parameters"]
         bases = {"rope_theta": m.window_rope_theta or (m.rope_theta if m.window else self.local)}
         unscaled = {"rope_type": "default"} if m.window_rope_theta or not m.window else {**whole}
-        return {**windows, "rope_parameters": {_KINDS[0]: whole, _KINDS[1]: {**unscaled, **bases}}}
+        return {**windows, "rope_parameters": {LAYER_KINDS[0]: whole, LAYER_KINDS[1]: {**unscaled, **bases}}}
 
 
 QUANTISED, FP8_BLOCK = "quantization_config", "weight_block_size"

@@ -12,9 +12,22 @@ from platform.weights.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from platform.weights.encoders import BERT, GPT2, T5
 from platform.weights.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from platform.weights.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from platform.weights.relatives import GEMMA2, GEMMA3, GLM4, GLM4_MOE, GRANITE, OLMO2, OLMO3, PHI3, SMOLLM3, VAULTGEMMA
+from platform.weights.relatives import (
+    GEMMA2,
+    GEMMA3,
+    GEMMA4,
+    GLM4,
+    GLM4_MOE,
+    GRANITE,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SMOLLM3,
+    VAULTGEMMA,
+)
 
-_RELATIVES = (OLMO2, OLMO3, PHI3, GEMMA2, VAULTGEMMA, GEMMA3, SMOLLM3, GRANITE, GLM4, GLM4_MOE, QWEN3_5)
+_GEMMAS = (GEMMA2, VAULTGEMMA, GEMMA3, GEMMA4)
+_RELATIVES = (OLMO2, OLMO3, PHI3, *_GEMMAS, SMOLLM3, GRANITE, GLM4, GLM4_MOE, QWEN3_5)
 _OF_EXPERTS = (MIXTRAL, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
 FAMILIES = {family.name: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, *_RELATIVES, *_OF_EXPERTS, BERT, T5)}
 

@@ -1,14 +1,16 @@
 """Families that are Llama's layers with norms, rotations and factors of their own: OLMo 2 and 3 (Walsh et al. 2025),
-Phi 3 and 4 (Abdin et al. 2024), Gemma 2 and 3 (Gemma Team 2024, 2025), SmolLM3 (Bakouch et al. 2025), Granite (Granite
-Team 2024), GLM 4 and GLM 4.5 with experts (GLM Team 2024, 2025)."""
+Phi 3 and 4 (Abdin et al. 2024), Gemma 2 to 4 (Gemma Team 2024, 2025, 2026), SmolLM3 (Bakouch et al. 2025), Granite
+(Granite Team 2024), GLM 4 and GLM 4.5 with experts (GLM Team 2024, 2025)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model
 from platform.weights.config_keys import (
+    LAYER_KINDS,
     MOST_LAYERS,
     NEEDED,
     ConfigJson,
@@ -131,6 +133,99 @@ GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _GEMMA2, [*_GEMMA2_RULES, _CAUSAL
 _VAULT_NAMES = llama_names(of_layer={"pre_feedforward_layernorm": "mlp.norm"})
 _VAULT = {**_GEMMA2, "output_norm": False}
 VAULTGEMMA = Family("vaultgemma", "VaultGemmaForCausalLM", _VAULT, _GEMMA2_RULES, **_VAULT_NAMES)
+
+_HEADS_KEY = "per_layer_config"
+_OTHER_HEADS = {"head_dim": "d_kv", "num_key_value_heads": "kv_heads"}
+
+
+@dataclass(frozen=True)
+class Gemma4LayerRule(LayerWindowRule):
+    """Rule of the layers of a Gemma 4 config.json: which have a window, never the last; and the heads of the others, in
+    per_layer_config or, as published, in two keys of their own."""
+
+    theirs: str = f"sliding_window layer_types {_HEADS_KEY} global_head_dim num_global_key_value_heads"
+    width: int = 512
+    every: int = 6
+
+    def read_model_keys(self, config_json: ConfigJson) -> dict[str, Any]:
+        """Return our model keys for windows, and for heads of layers without one. Raises Inexpressible."""
+        layers = min(read_value(config_json, "num_hidden_layers", NEEDED, (int,)), MOST_LAYERS)
+        kinds = read_value(config_json, "layer_types", None, (list, type(None)))
+        windowed = [(i + 1) % self.every > 0 for i in range(layers)] if kinds is None else []
+        kinds = [LAYER_KINDS[is_windowed] for is_windowed in windowed] if kinds is None else kinds
+        model_keys = super().read_model_keys({**config_json, "layer_types": [*kinds[:-1], LAYER_KINDS[0]]})
+        windowed = model_keys.get("window_layers", [])
+        heads = self._read_heads(config_json, [i for i in range(layers) if i not in windowed])
+        return model_keys | {f"global_{ours}" if windowed else ours: n for ours, n in heads.items()}
+
+    def _read_heads(self, config_json: ConfigJson, seeing_all: list[int]) -> dict[str, int]:
+        """Return width and number of KV heads, by our keys, that layers `seeing_all` have of their own."""
+        of_layers = read_value(config_json, _HEADS_KEY, None, (dict, type(None)))
+        if of_layers is None:
+            said = {"head_dim": read_value(config_json, "global_head_dim", 512, (int,))}
+            groups = read_value(config_json, "num_global_key_value_heads", None, (int, type(None)))
+            if groups is not None and config_json.get("attention_k_eq_v"):
+                said["num_key_value_heads"] = groups
+        else:
+            said = of_layers.get(_name_layer(config_json, seeing_all[0])) or {} if seeing_all else {}
+            expected = {_name_layer(config_json, i): said for i in seeing_all if said}
+            if of_layers != expected or not isinstance(said, dict) or {*said} - {*_OTHER_HEADS}:
+                why = f"our words express {' and '.join(_OTHER_HEADS)}, alike in all layers without a window"
+                raise Inexpressible(_HEADS_KEY, of_layers, why)
+        return {ours: read_value(said, theirs, 0, (int,)) for theirs, ours in _OTHER_HEADS.items() if theirs in said}
+
+    def write_config_keys(self, m: Model) -> dict[str, Any]:
+        """Return the keys of a Gemma 4 config.json on windows, and on heads of layers without one."""
+        sizes, keys = resolve_sizes(m), super().write_config_keys(m)
+        pairs = ((theirs, ours, sizes[f"global_{ours}"]) for theirs, ours in _OTHER_HEADS.items())
+        others = {theirs: n for theirs, ours, n in pairs if n != sizes[ours] and m.window_layers}
+        seeing_all = [i for i in range(m.layers) if keys["layer_types"][i] == LAYER_KINDS[0]]
+        named = {_name_layer({"num_hidden_layers": m.layers}, i): others for i in seeing_all if others}
+        return {**keys, "sliding_window": m.window or self.width, _HEADS_KEY: named}
+
+
+def _name_layer(config_json: ConfigJson, layer: int) -> str:
+    """Return a layer's number as text, as per_layer_config has it: with as many digits as the last layer's number."""
+    return str(layer).zfill(len(str(config_json["num_hidden_layers"] - 1)))
+
+
+def _read_absent_part(config_json: ConfigJson) -> dict[str, Any]:
+    """Return our model key for the scale of embeddings in a Gemma 4 config.json. Raises Inexpressible for the second
+    table of embeddings, which is there unless it says otherwise."""
+    if width := read_value(config_json, "hidden_size_per_layer_input", 256, (int,)):
+        raise Inexpressible("hidden_size_per_layer_input", width, "our words express 0 alone, no second table")
+    return {"embedding_scale": sqrt(max(0, read_value(config_json, "hidden_size", 2304, (int,))))}
+
+
+_GEMMA4_SCALING = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+_GEMMA4_RULES = [
+    Renamed("head_dim", "d_kv", 256),
+    *build_llama_rules(
+        262144, 9216, 131072, 4, d_model=2304, layers=30, heads=8, tied=True, activations=_GATES,
+        activation_key=("hidden_activation", "gelu_pytorch_tanh"),
+        rotary=LayerRotaryRule("", Gemma4LayerRule(), RotaryRule(theta=1e6, scaling=_GEMMA4_SCALING), 1e4),
+    ),
+    BiasRule("attention_bias"),
+    Renamed("attention_k_eq_v", "values_are_keys", False),
+    FunctionRule(
+        "hidden_size_per_layer_input", _read_absent_part, lambda m: {"hidden_size_per_layer_input": 0}
+    ),
+    _build_cap_rule("final", "logit_cap", None),
+    Only("num_kv_shared_layers", (0,)),
+    Only("enable_moe_block", (False,)),
+    Only("use_bidirectional_attention", (None, "vision")),  # which concerns images alone
+    Free("", {
+        **_RANGE, "moe_intermediate_size": None, "num_experts": None, "top_k_experts": None,
+        "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144, **special_token_defaults(2, 1, 0)
+    }),
+]  # fmt: skip
+_GEMMA4 = {**LLAMA_FIXED, "output_norm": True, "query_key_norm": True, "value_norm": True, "stored_scale": True}
+_GEMMA4 |= {"attention_scale": 1.0}
+_GEMMA4_NAMES = llama_names(
+    [TensorRow("model.layers.{i}.layer_scalar", ("layers.{i}.scale",))],
+    of_layer={**_OUTPUT_NORMS, "pre_feedforward_layernorm": "mlp.norm"},
+)
+GEMMA4 = Family("gemma4_text", "Gemma4ForCausalLM", _GEMMA4, _GEMMA4_RULES, **_GEMMA4_NAMES)
 
 _WINDOWS = LayerWindowRule("use_sliding_window sliding_window layer_types")
 

@@ -301,6 +301,8 @@ def functional_keys(m: Model) -> dict[str, Any]:
         keys["query_key_norm_over"] = "head"
     if not m.window or set(m.window_layers) >= set(range(m.layers)):
         keys["window_layers"] = []
+    if not keys["window_layers"]:
+        keys |= {key: keys[key.removeprefix("global_")] for key in ("global_d_kv", "global_kv_heads")}
     if not m.window or (m.window_rope_theta == m.rope_theta and m.rope_scaling == "none"):
         keys["window_rope_theta"] = 0.0
     keys["no_rope_layers"], keys["linear_layers"] = sorted({*m.no_rope_layers}), sorted({*m.linear_layers})

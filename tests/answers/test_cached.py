@@ -53,6 +53,7 @@ OTHERS = {
     "latent": MODELS["latent"],
     "gemma": {**MODELS["llama"], **WORDS["around a layer"], "d_kv": 8, "rope_share": 0.5},
     "soft caps": {**MODELS["llama"], **WORDS["soft caps"]},
+    "other heads": {**MODELS["llama"], **WORDS["other heads see all"]},
     "side by side": {**MODELS["llama"], "parallel_residual": True, "no_rope_layers": [1]},
     "sinusoidal": {"positions": "sinusoidal", "window": 4, "attention_sinks": True, "tied": False},
     "t5": {**MODELS["t5"], "tied": False},

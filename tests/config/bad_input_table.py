@@ -212,6 +212,11 @@ model.kv_latent=8 model.attention_gate=true | model.attention_gate=true: model.k
 model.no_rope_layers=[1] | model.no_rope_layers=[1]: model.positions=learned has no rotations | []
 model.positions=rope model.no_rope_layers=[1,9] | model.no_rope_layers=9: layers are 0 to 3 | 3
 model.positions=rope model.window_rope_theta=50 | model.window_rope_theta=50.0: model.window=0 is no window | 0
+model.global_d_kv=8 | model.global_d_kv=8: model.window=0: all layers are alike | 0
+model.global_kv_heads=3 model.window=4 | model.global_kv_heads=3: must divide model.heads=4 | 2 or 4
+model.kv_latent=8 model.value_norm=true | model.value_norm=true: model.kv_latent=8 makes keys and values | false
+model.values_are_keys=true model.kind=encoder_decoder | model.values_are_keys=true: model.kind=encoder_decoder | false
+model.positions=rope model.window=4 model.global_d_kv=7 | model.global_d_kv=7: model.positions=rope rotates | 6 or 8
 model.post_norm=true model.parallel_residual=true | model.parallel_residual=true: model.post_norm=true has one | false
 model.parallel_residual=true model=t5_tiny | model.parallel_residual=true: model.kind=encoder_decoder reads its | false
 model.d_rope=4 | model.d_rope=4: model.kv_latent=0 is no latent attention | 0

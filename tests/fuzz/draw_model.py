@@ -54,9 +54,25 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
         draw_experts(r, m)
     if m.kind == "decoder" and need.get("d_kv", 1) == 1:
         draw_delta_rules(Random(repr(m)), m, need)
+    if m.kind in ("decoder", "encoder"):
+        draw_layers_that_see_all(Random(repr(m)), m, size)
     if m.kind == "decoder" and m.positions != "relative" and not (m.head_transform or m.head_bias):
         draw_modules_ahead(Random(repr(m)), m)
     return m
+
+
+def draw_layers_that_see_all(r: Random, m: Model, size: Callable[..., int]) -> None:
+    """Draw heads of layers without a window, and what concerns values; and stored factors of blocks. `size`: see
+    `draw_latents`."""
+    m.stored_scale = r.random() < 0.15
+    if m.kv_latent or r.random() < 0.7:
+        return
+    m.values_are_keys, m.value_norm = r.random() < 0.6, r.random() < 0.6
+    if m.positions == "rope" and m.rope_scaling == "none" and r.random() < 0.5:
+        m.rope_scaling, m.rope_factor, m.rope_share = "proportional", r.choice((1.0, 2.0)), r.choice((0.25, 0.5, 1.0))
+    if m.window and r.random() < 0.8:
+        m.global_kv_heads = r.choice((0, *find_divisors(m.heads)))
+        m.global_d_kv = 0 if m.rope_scaling == "longrope" else r.choice((0, 2 * m.d_kv, 3 * m.d_kv))
 
 
 def draw_modules_ahead(r: Random, m: Model) -> None:
@@ -89,6 +105,7 @@ def draw_uneven(r: Random, m: Model, need: Mapping[str, int]) -> None:
         m.kv_heads = r.choice((0, *(k for k in range(1, m.heads + 1) if m.heads % k == 0)))
         if r.random() < 0.3:
             m.kv_heads, m.heads = m.heads, 2 * m.heads
+        m.global_kv_heads = m.global_kv_heads and Random(repr(m)).choice(find_divisors(m.heads))
     if m.expert_d_ff:
         m.expert_d_ff = size("d_ff")
     if m.experts and m.capacity_factor:
@@ -188,6 +205,7 @@ def widen_to_blocks(m: Model, need: Mapping[str, int]) -> None:
 
     m.d_model, m.d_ff, m.d_kv, m.rope_share = size("d_model"), size("d_ff"), size("d_kv"), 1.0
     m.expert_d_ff = m.expert_d_ff and size("d_ff")
+    m.global_d_kv = m.global_d_kv and 2 * m.d_kv
     if m.kv_latent:
         m.kv_latent, m.q_latent, m.d_rope = size("kv_latent"), m.q_latent and size("q_latent"), size("d_kv")
         m.d_kv, m.d_value = m.d_rope + size("d_kv"), m.d_value and size("d_kv")

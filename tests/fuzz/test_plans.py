@@ -54,6 +54,11 @@ def features(c: Config) -> set[str]:
         "soft caps": m.attention_cap or m.logit_cap,
         "delta rules": m.linear_layers,
         "longrope": m.rope_scaling == "longrope",
+        "a share of a head's pairs": m.rope_scaling == "proportional",
+        "layers with other heads": m.global_d_kv or m.global_kv_heads,
+        "values that are keys": m.values_are_keys,
+        "norms of values": m.value_norm,
+        "stored factors": m.stored_scale,
         "groups": o.groups,
         "sgd without momentum": o.kind == "sgd" and not o.momentum,
         "dropout": c.model.dropout,
@@ -83,7 +88,8 @@ def test_draws_all_features_of_data_and_training(tmp_path):
     wanted |= {"document mask", "packing", "stream", "stream in a mixture", "ema", "ramp", "length ramp"}
     wanted |= {"freeze", "groups", "adapters", "adapters in 4 bits", "dropout of adapters", "a teacher"}
     wanted |= {"states in host memory", *(f"scale={scale}" for scale in SCALES)}
-    wanted |= {"moments in 16 bits", "soft caps", "delta rules", "longrope"}
+    wanted |= {"moments in 16 bits", "soft caps", "delta rules", "longrope", "a share of a head's pairs"}
+    wanted |= {"layers with other heads", "values that are keys", "norms of values", "stored factors"}
     wanted |= {"sgd without momentum", "dropout", "window", "experts", "experts that replicas share", "latents"}
     wanted |= {"experts over axes of a scheme", "groups of experts", "layers without experts"}
     rare = {name: found[name] for name in wanted if found[name] < 3}

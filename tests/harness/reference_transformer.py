@@ -44,9 +44,10 @@ GATES = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "swiglu": 
 def rotated(c: Model, x: Tensor) -> Tensor:
     """Rotary positions of the first elements of [batch, heads, length, d_kv], with angles scaled pair by pair."""
     pairs, out = int(x.shape[-1] * c.rope_share) // 2, x.clone()
-    for i in range(pairs):
+    turned, pairs = pairs, x.shape[-1] // 2 if c.rope_scaling == "proportional" else pairs
+    for i in range(turned):
         angle = c.rope_theta ** (-i / pairs)
-        if c.rope_scaling == "linear":
+        if c.rope_scaling in ("linear", "proportional"):
             angle /= c.rope_factor
         elif c.rope_scaling == "llama3":
             length = 2 * math.pi / angle
@@ -81,19 +82,22 @@ def bucket(offset: int, buckets: int, distance: int, bidirectional: bool) -> int
 def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores_more: Tensor) -> Tensor:
     """x, memory [batch, length, d_model]; `scores_more` is added to the scores [batch, heads, length, length]."""
 
-    def heads(kind: str, y: Tensor) -> Tensor:
-        weight = w[f"{name}.{kind}"]
+    def heads(kind: str, y: Tensor, product: str = "") -> Tensor:
+        product = product or kind
+        weight = w[f"{name}.{product}"]
         z = y @ weight.flatten(0, 1).t()
-        z = z + w[f"{name}.{kind}_bias"].flatten() if f"{name}.{kind}_bias" in w else z
+        z = z + w[f"{name}.{product}_bias"].flatten() if f"{name}.{product}_bias" in w else z
         z = z.view(*y.shape[:2], *weight.shape[:-1])
         if kind != "value" and c.query_key_norm:
             gain = gain_of(c, w[f"{name}.{kind}_norm.gain"])  # of each head, or of all heads
             z = F.rms_norm(z, gain.shape, gain, c.norm_eps)
+        if kind == "value" and c.value_norm:
+            z = z / (z.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt()
         z = z.transpose(1, 2)
         z = rotated(c, z) if kind != "value" and c.positions == "rope" else z
         return z.repeat_interleave(c.heads // weight.shape[0], 1) if kind != "query" else z
 
-    q, k, v = heads("query", x), heads("key", memory), heads("value", memory)
+    q, k, v = heads("query", x), heads("key", memory), heads("value", memory, "key" if c.values_are_keys else "")
     scale = c.attention_scale or 1 / math.sqrt(q.shape[-1])
     s = capped(c.attention_cap, scale * q @ k.transpose(2, 3)) + scores_more
     if c.attention_sinks:
@@ -208,8 +212,11 @@ def stack(
         name = f"{prefix}layers.{i}"
         added = more if padding is not None else more + HIDDEN * behind(c, n, i, begins).to(x.dtype)
         mine, read = c, x
-        if c.window_rope_theta and (not c.window_layers or i in c.window_layers):
-            mine = replace(c, rope_theta=c.window_rope_theta, rope_scaling="none")
+        windowed = c.window and (not c.window_layers or i in c.window_layers)
+        if c.window_rope_theta and windowed:
+            share = 1.0 if c.rope_scaling == "proportional" else c.rope_share
+            mine = replace(c, rope_theta=c.window_rope_theta, rope_scaling="none", rope_share=share)
+        mine = replace(mine, values_are_keys=c.values_are_keys and not windowed)
         if i in c.no_rope_layers:
             mine = replace(c, positions="none")
         if i in c.linear_layers:
@@ -222,6 +229,7 @@ def stack(
             x = layer(f"{name}.cross", x, lambda y: attention(c, w, f"{name}.cross", y, memory, unseen))  # noqa: B023
         read = read if c.parallel_residual else x
         x = layer(f"{name}.mlp", x, lambda y: feed_forward(c, w, f"{name}.mlp", y), read)  # noqa: B023
+        x = x * w[f"{name}.scale"] if c.stored_scale else x
     return x if c.post_norm else norm(c, w, f"{prefix}norm", x)
 
 

@@ -44,6 +44,13 @@ GEMMA: dict[str, Any] = {
     **LLAMA, "num_hidden_layers": 3, "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 7,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None,
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    **LLAMA, "num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1,
+    "sliding_window": 5, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "pad_token_id": None, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "final_logit_softcapping": 1.5,
+    "vocab_size_per_layer_input": 262144, "rope_parameters": {"sliding_attention": LOCAL, "full_attention": {
+        "rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.25}},
+}  # fmt: skip
 NEXT: dict[str, Any] = {
     **LLAMA, "num_hidden_layers": 3, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
     "linear_key_head_dim": 5, "linear_value_head_dim": 7, "linear_conv_kernel_dim": 3,
@@ -69,6 +76,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3Text", "Gemma3ForCausalLM", {**GEMMA, "rope_parameters": {
                     "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 2.0},
                     "sliding_attention": LOCAL}}),
+    "gemma4_text": ("Gemma4Text", "Gemma4ForCausalLM", GEMMA4),
     "gemma2": ("Gemma2", "Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5,
                "layer_types": None}),
     "vaultgemma": ("VaultGemma", "VaultGemmaForCausalLM", {**GEMMA, "attn_logit_softcapping": 0.7,
@@ -128,6 +136,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_text, plain, read": ("Gemma3Text", "Gemma3ForCausalLM", {**GEMMA, "layer_types": ["full_attention"] * 3,
                            "attention_bias": True, "tie_word_embeddings": False}),
     "gemma3_text, capped": ("Gemma3Text", "Gemma3ForCausalLM", {**GEMMA, "final_logit_softcapping": 1.5}),
+    "gemma4_text, alike, read": ("Gemma4Text", "Gemma4ForCausalLM", {**GEMMA4, "layer_types": ["full_attention"] * 3,
+                           "global_head_dim": 8, "num_global_key_value_heads": None, "attention_bias": True,
+                           "final_logit_softcapping": None, "hidden_activation": "silu"}),
+    "gemma4_text, apart": ("Gemma4Text", "Gemma4ForCausalLM", {**GEMMA4, "attention_k_eq_v": False,
+                           "num_hidden_layers": 12, "layer_types": None, "global_head_dim": 12, "rms_norm_eps": 1e-2,
+                           "tie_word_embeddings": False}),
     "gemma2, plain": ("Gemma2", "Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": None, "attention_bias": True,
                       "final_logit_softcapping": None, "hidden_activation": "gelu"}),
     "smollm3, windows": ("SmolLM3", "SmolLM3ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 5,
@@ -233,6 +247,8 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
                     weight.copy_(torch.linspace(-1, 2, len(weight)))  # which was empty
             for bias in (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")):
                 bias.copy_(0.1 * torch.randn(bias.shape))
+            for factor in (b for n, b in model.named_buffers() if n.endswith("layer_scalar")):
+                factor.copy_(1 + 0.3 * torch.randn(factor.shape))
     return model
 
 

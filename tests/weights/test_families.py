@@ -199,6 +199,20 @@ RELEASED: dict[str, tuple[dict[str, Any], int, int]] = {
         "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
         "vocab_size": 151552,
     }, 523, 9_400_279_040),
+    "gemma4_text": ({  # the text of Gemma 4 31B
+        "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "attention_k_eq_v": True, "enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10, "max_position_embeddings": 262144,
+        "model_type": "gemma4_text", "moe_intermediate_size": None, "num_attention_heads": 32, "num_experts": None,
+        "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0,
+        "rms_norm_eps": 1e-06, "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}, "sliding_window": 1024,
+        "tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": "vision",
+        "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+    }, 832, 30_697_345_340),
     "glm4_moe": ({  # GLM-4.5-Air
         "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128,
         "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
@@ -267,8 +281,8 @@ def test_gradients_are_equal(tmp_path, name):
     theirs = dict(model.named_parameters())
     family = find_family(json.loads((folder / "config.json").read_text()))
     tensors = list_stored_tensors(c.model, family, stacks_experts=bool(family.fused))  # as transformers computes them
-    biases = [t for t in tensors if t.name.endswith("e_score_correction_bias")]  # of the choice, without a gradient
-    tensors = [t for t in tensors if t not in biases]
+    without = "e_score_correction_bias", "layer_scalar"  # of the choice of experts, and of layers: no gradient
+    tensors = [t for t in tensors if not t.name.endswith(without)]
     assert len(tensors) == len({id(p) for p in theirs.values()})
     largest = max(p.grad.abs().max() for p in theirs.values())
     for t in tensors:

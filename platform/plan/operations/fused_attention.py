@@ -159,7 +159,7 @@ class FusedAttentionOp(BlockOp):
 def ring_message_elements(planner: Planner, operation: Operation) -> int:
     """Return the elements of a rank's keys and values, as a ring attention sends them: of KV heads that are `shared` by
     heads, where the rank has whole groups of these, else of heads."""
-    elements, each = 0, planner.sizes["heads"] // planner.sizes.get("kv_heads", planner.sizes["heads"])
+    elements, each = 0, planner.count_group_heads(operation.inputs[1])
     for tensor in operation.inputs[1:3]:
         assert isinstance(tensor, Spec)
         shape, heads_position = list(planner.local_shape(tensor)), tensor.dims.index("heads")

@@ -189,6 +189,24 @@ class ScaleOp(BlockOp):
         return ops.plain(ops.block(spec), [x])
 
 
+class ScaleByOp(BlockOp):
+    """Activation x times the number in one of the `states`, parameters without gradient."""
+
+    needs_no_value = keeps_nothing = True
+
+    def record_operation(self, ops, name, x, spec, states):
+        return ops.record_operation(self.kind, name, [x], [spec, *states], [spec])
+
+    def run_on_blocks(self, ops, planned, name, x, spec, states):
+        """Multiply this rank's block of x by the number."""
+        (state,) = states
+        return x * ops.parameter_block(state).to(x.dtype)
+
+    def meter_memory(self, ops, planned, name, x, spec, states) -> Value:
+        """Count the memory of the product, of which nothing but the number is kept."""
+        return ops.plain(ops.block(spec), [x], (ops.new(1),))
+
+
 def _check_pointwise_function(function: str, argument_count: int) -> None:
     """Raise ModelMistake for an unknown pointwise function, or one that takes another number of activations."""
     if function not in POINTWISE:
@@ -457,6 +475,35 @@ class NormOp(BlockOp):
         if not planned.over:
             out.rebuild = MeteredRebuild((x.storage, *(v.storage for v in vectors)), allocate)
         return ops.plain(out, [x, *vectors], tuple(saved), scratch_elements, ops.wide)
+
+
+class NormaliseOp(BlockOp):
+    """Activation of type `spec` over the root of its mean square along d_kv, its last dim: an RMSNorm without gain, to
+    which `eps` is added."""
+
+    memory_accesses = (2, 3)
+
+    def record_operation(self, ops, name, x, spec, eps):
+        return ops.record_operation(self.kind, name, [x], [spec], [spec], eps=eps)
+
+    def whole_dims(self, operation) -> Sequence[str]:
+        """Return d_kv, over which means are taken."""
+        return ("d_kv",)
+
+    def run_on_blocks(self, ops, planned, name, x, spec, eps):
+        """Normalise each row of this rank's block of x."""
+        return ops.kernels.statistics.normalise_rows(x, eps)
+
+    def meter_memory(self, ops, planned, name, x, spec, eps) -> Value:
+        """Count the bytes of rows over their root mean squares; the input and a number a row are kept."""
+        n, rows = x.elements, x.elements // ops.plan.planner.tensor_sizes(spec)["d_kv"]
+        in_pieces = ops.device == "cpu" and not ops.compiles_functions
+        casts = ops.wide != ops.plan.itemsize["compute"]
+        saved = x.storage, ops.new(rows, ops.wide)
+        wide = [ops.new(n, ops.wide) for _ in range(2 * in_pieces * casts)]
+        out = ops.block(spec)
+        del wide
+        return ops.plain(out, [x], saved, n * in_pieces * (1 + 2 * casts), ops.wide)
 
 
 class RotateOp(BlockOp):

@@ -25,12 +25,14 @@ from platform.plan.operations.pointwise import (
     DropoutOp,
     JitterOp,
     MlpOp,
+    NormaliseOp,
     NormOp,
     PointwiseBySliceOp,
     PointwiseOp,
     ResidualNormOp,
     ResidualOp,
     RotateOp,
+    ScaleByOp,
     ScaleOp,
     ShiftOp,
     SinusoidOp,
@@ -67,7 +69,8 @@ class Ops:
     reduce, expand_kv = ReduceOp(), ExpandKvOp()
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
     convolve, delta_rule = ConvolveOp(), DeltaRuleOp()
-    pointwise, pointwise_each, scale = PointwiseOp(), PointwiseBySliceOp(), ScaleOp()
+    pointwise, pointwise_each, normalise = PointwiseOp(), PointwiseBySliceOp(), NormaliseOp()
+    scale, scale_by = ScaleOp(), ScaleByOp()
     dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
     jitter, mlp = JitterOp(), MlpOp()
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()

@@ -232,7 +232,7 @@ class ExpandKvOp(BlockOp):
         """Repeat each head of keys or values for its group of queries' heads on this rank."""
         dim = out.dims.index("heads")
         first_head, heads = ops.blocks[out][dim]
-        per_group = ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
+        per_group = ops.plan.planner.count_group_heads(spec)
         if first_head % per_group == 0 and heads == x.shape[dim] * per_group:  # whole groups: a plain repeat
             return x if grouped or per_group == 1 else x.repeat_interleave(per_group, dim)
         have, _ = ops.blocks[spec][dim]
@@ -240,7 +240,7 @@ class ExpandKvOp(BlockOp):
 
     def meter_memory(self, ops, planned, name, x, spec, out, *, grouped=False) -> Value:
         """Count the memory of repeated keys or values; none where they are passed on as they are."""
-        dim, per_group = out.dims.index("heads"), ops.plan.sizes["heads"] // ops.plan.sizes["kv_heads"]
+        dim, per_group = out.dims.index("heads"), ops.plan.planner.count_group_heads(spec)
         kv_heads, heads = (ops.plan.local_shape(t)[dim] for t in (spec, out))
         if heads == kv_heads * per_group and (grouped or per_group == 1):
             return x

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from platform.model import attention
+from platform.plan.model_types import Parameter
 from platform.runtime import compilation
 from tests.harness.oracle import compare, configure, prove, run, serial
 from tests.runtime import test_memory
@@ -26,6 +28,10 @@ WORDS: dict[str, dict[str, Any]] = {
     "soft caps": {"attention_cap": 0.02, "logit_cap": 0.3, "window": 5, "window_layers": [0], "head_bias": True},
     "side by side": {"parallel_residual": True, "rope_share": 0.5, "bias": True, "norm": "layernorm", "tied": True,
                      "d_kv": 8},
+    "other heads see all": {"window": 5, "window_layers": [0], "window_rope_theta": 50.0, "d_kv": 4, "global_d_kv": 8,
+                            "global_kv_heads": 1, "values_are_keys": True, "value_norm": True, "query_key_norm": True,
+                            "rope_scaling": "proportional", "rope_share": 0.5, "attention_scale": 1.0,
+                            "stored_scale": True},
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
@@ -36,6 +42,17 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 CASES = [(words, plan) for i, words in enumerate(WORDS) for plan in [*PLANS][i % 4 :] + [*PLANS][: i % 4]]
 FIRST = CASES[:: len(PLANS)]  # each words under one plan, each plan with some
+
+
+@pytest.fixture(autouse=True)
+def factors_that_matter(monkeypatch):
+    """Stored factors begin at 1 in new models."""
+
+    def declare(name, dims, role, *more, **options):
+        options |= {"init": "normal", "std": 1.0} if role == "factor" else {}
+        return Parameter(name, dims, role, *(more if role != "factor" else ()), **options)
+
+    monkeypatch.setattr(attention, "Parameter", declare)
 
 
 @pytest.mark.parametrize(
