@@ -461,6 +461,12 @@ class Model:
     expert_d_ff: int = key(0, "width of an expert; 0 = as model.d_ff", ">= 0", most=2**24)
     expert_bias: bool = key(False, "experts, and the scores of experts, have biases")
     shared_experts: int = key(0, "further experts that compute every token", ">= 0", most=1000)
+    shared_d_ff: int = key(0, "width of all shared experts together; 0 = each as an expert", ">= 0", most=2**24)
+    expert_norms: bool = key(
+        False, "experts and router read the stream by norms of their own; what experts and shared experts make is"
+        " normalised, and added",
+    )  # fmt: skip
+    expert_factors: bool = key(False, "the weights of a token's experts are times a factor of each expert")
     shared_expert_gate: bool = key(False, "a token gates the result of its shared experts, by a sigmoid")
     capacity_factor: float = free_key(
         1.25, "tokens of a sequence that an expert takes, over its even share; 0 = all that come", ">= 0", most=1e6,

@@ -112,6 +112,8 @@ def _violations_of_delta_rules(config: Config) -> Iterator[str]:
     m = config.model
     if m.shared_expert_gate and not (m.experts and m.shared_experts):
         yield violation_of_key(config, "model.shared_expert_gate", "there are no shared experts", [False])
+    if m.shared_d_ff and not (m.experts and m.shared_experts):
+        yield violation_of_key(config, "model.shared_d_ff", "there are no shared experts", [0])
     if m.attention_gate and m.kv_latent:
         yield violation_of_key(config, "model.attention_gate", f"model.kv_latent={m.kv_latent} has no gate", [False])
     if not m.linear_layers:
@@ -239,11 +241,15 @@ def _violations_of_experts(config: Config) -> Iterator[str]:
     m = config.model
     if not m.experts:
         expert_keys = "expert_d_ff expert_bias shared_experts experts_every dense_layers"
-        expert_keys += " router_groups router_bias router_jitter balance_over"
+        expert_keys += " expert_norms expert_factors router_groups router_bias router_jitter balance_over"
         for key in expert_keys.split():
             if getattr(m, key) != (nothing := getattr(Model(), key)):
                 yield violation_of_key(config, f"model.{key}", "model.experts=0: the model has no experts", [nothing])
         return
+    if m.expert_norms and (m.parallel_residual or not m.shared_experts):
+        constraint = "model.shared_experts=0: nothing else reads the layer's own norm"
+        constraint = "model.parallel_residual=true has one norm for a block" if m.parallel_residual else constraint
+        yield violation_of_key(config, "model.expert_norms", constraint, [False])
     if m.kind == "two_layer":
         yield violation_of_key(config, "model.experts", f"model.kind={m.kind} has no layers of experts", [0])
     if m.experts_per_token > m.experts:

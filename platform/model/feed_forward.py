@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 from platform.config.fields import Model as ModelConfig
-from platform.model.layers import STD, Layer, Residual, StackSpecs, expert_width
+from platform.model.layers import STD, Layer, Norm, Residual, StackSpecs, expert_width
 from platform.plan.model_types import Parameter, Router, Spec
 from platform.plan.operations.registry import Ops
 
@@ -78,7 +78,8 @@ class Experts(Residual):
         of_experts = replace(places, dims=(*places.dims[:-1], "d_ff"), sizes=(*places.sizes, ("d_ff", width)))
         # sums over ranks are left to tokens, which are fewer; but a bias is added to what is complete
         self.given, self.made = replace(places, open="gradient"), replace(places, open="" if c.expert_bias else "value")
-        shared_hidden = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, ("d_ff", width * c.shared_experts)))
+        of_shared = ("d_ff", c.shared_d_ff or width * c.shared_experts)
+        shared_hidden = replace(shapes.hidden, sizes=(*shapes.hidden.sizes, of_shared))
         self.router = Parameter(f"{name}.router", ("experts", "d_model"), "vector", std=STD, decay=True)
         biased = c.expert_bias
         bias = Parameter(f"{name}.router_bias", ("experts",), "vector", "zeros")
@@ -86,6 +87,10 @@ class Experts(Residual):
         self.experts = Products(f"{name}.experts", c, self.given, of_experts, biased, self.made)
         shared = Products(f"{name}.shared", c, shapes.stream, shared_hidden, biased) if c.shared_experts else None
         self.shared = shared
+        names = "expert_norm", "router_norm", "expert_output_norm", "shared_output_norm"
+        self.norms = {n: Norm.build_model_norm(f"{name}.{n}", c) for n in names if c.expert_norms}
+        factor = Parameter(f"{name}.expert_factor", ("experts",), "vector", "ones")
+        self.factor = [factor] if c.expert_factors else []
         one = (("gates", 1),)
         gate = Parameter(f"{name}.shared_gate", ("gates", "d_model"), "vector", std=STD, decay=True, sizes=one)
         self.shared_gate = [gate] if c.shared_expert_gate else []
@@ -104,23 +109,40 @@ class Experts(Residual):
         """Apply norm, experts and residual connection to the stream x; return it, and the auxiliary loss of each token
         [length, batch], None in generation. `tokens`: a data tensor whose padding goes to no expert; `entered`: see
         `Attention`."""
-        s, name, chosen = self.shapes, self.name, self.rules.chosen
+        s, name = self.shapes, self.name
         entered = self.prepare_input(ops, x) if entered is None else entered
-        seen = ops.jitter(f"{name}.jitter", entered, s.stream, self.config.router_jitter)
-        (scores,) = ops.project(seen, s.stream, (self.router,), (s.scores,), self.score_bias)
-        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
-        if "rows" in self.given.dims:
-            rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)
-            expert_output = self.experts(ops, rows, counts)
-            y = ops.combine_rows(name, expert_output, self.made, counts, weights, s.scores, s.stream, chosen)
-        else:
-            slots = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)
-            y = ops.combine(name, self.experts(ops, slots), self.made, weights, s.scores, s.stream, chosen)
+        y, auxiliary = self.compute_experts(ops, x if self.norms else entered, tokens)
         if self.shared:
             more = self.shared(ops, entered)
             if self.shared_gate:
                 (gate,) = ops.project(entered, s.stream, self.shared_gate, (self.gates,))
                 gate = ops.pointwise("sigmoid", gate)
                 more = ops.einsum(f"{name}.shared_gated", more, s.stream, gate, self.gates, s.stream)
-            y = ops.pointwise("add", y, more)
+            y = ops.pointwise("add", y, self.normalise(ops, "shared_output_norm", more))
         return self.add_to_stream(ops, x, y), auxiliary
+
+    def normalise(self, ops: Ops, norm: str, x: Any) -> Any:
+        """Return an activation x of the stream by the layer's own `norm`; as it is, in a model without these."""
+        return self.norms[norm](ops, x, self.shapes.stream) if norm in self.norms else x
+
+    def compute_experts(self, ops: Ops, x: Any, tokens: Any) -> tuple[Any, Any]:
+        """Return what the experts of each token make of x [length, batch, d_model], and the auxiliary losses."""
+        s, name, chosen = self.shapes, self.name, self.rules.chosen
+        entered, seen = self.normalise(ops, "expert_norm", x), self.normalise(ops, "router_norm", x)
+        seen = ops.scale(seen, s.stream, self.config.d_model**-0.5) if self.norms else seen
+        seen = ops.jitter(f"{name}.jitter", seen, s.stream, self.config.router_jitter)
+        (scores,) = ops.project(seen, s.stream, (self.router,), (s.scores,), self.score_bias)
+        weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
+        if "rows" in self.given.dims:
+            rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)
+            expert_output, weights = self.experts(ops, rows, counts), self.weigh(ops, weights)
+            y = ops.combine_rows(name, expert_output, self.made, counts, weights, s.scores, s.stream, chosen)
+        else:
+            slots = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)
+            expert_output, weights = self.experts(ops, slots), self.weigh(ops, weights)
+            y = ops.combine(name, expert_output, self.made, weights, s.scores, s.stream, chosen)
+        return self.normalise(ops, "expert_output_norm", y), auxiliary
+
+    def weigh(self, ops: Ops, weights: Any) -> Any:
+        """Return the weights [length, batch, experts] times the factor of each expert, if the layer has such."""
+        return ops.multiply_by(weights, self.shapes.scores, *self.factor) if self.factor else weights

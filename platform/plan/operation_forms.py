@@ -553,6 +553,7 @@ FORMS: Mapping[str, Callable[[Plan, PlannedOperation], Iterator[Form]]] = {
     "remember": _rowwise_forms(),
     "recall": _rowwise_forms(),
     "scale_by": _rowwise_forms(),
+    "multiply_by": _rowwise_forms(),
     "normalise": _rowwise_forms(whole=lambda planned: ("d_kv",)),
     "rotate": _rowwise_forms(whole=lambda planned: ("d_kv",)),
     "recurrence": _rowwise_forms(whole=lambda planned: ("length",)),

@@ -43,6 +43,7 @@ def resolve_sizes(m: Model) -> dict[str, int]:
     """Return our model keys whose 0 stands for a size in transformers' config.json, with that size."""
     sizes = {key: dim_sizes(m)[key] for key in ("kv_heads", "d_kv", "d_ff")}
     sizes |= {f"global_{key}": getattr(m, f"global_{key}") or sizes[key] for key in ("kv_heads", "d_kv")}
+    sizes["shared_d_ff"] = m.shared_d_ff or expert_width(m) * m.shared_experts
     return {**sizes, "expert_d_ff": expert_width(m), "d_value": m.d_value or sizes["d_kv"], **linear_head_sizes(m)}
 
 

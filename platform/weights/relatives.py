@@ -197,6 +197,25 @@ def _read_absent_part(config_json: ConfigJson) -> dict[str, Any]:
     return {"embedding_scale": sqrt(max(0, read_value(config_json, "hidden_size", 2304, (int,))))}
 
 
+def _read_experts_beside(config_json: ConfigJson) -> dict[str, Any]:
+    """Return our model keys for the experts of a Gemma 4 config.json, beside a dense layer. Raises Inexpressible."""
+    if not read_value(config_json, "enable_moe_block", False, (bool,)):
+        return {}
+    names = {"num_experts": "experts", "top_k_experts": "experts_per_token", "moe_intermediate_size": "expert_d_ff"}
+    model_keys = {ours: read_value(config_json, theirs, NEEDED, (int,)) for theirs, ours in names.items()}
+    width = read_value(config_json, "intermediate_size", 9216, (int,))
+    return {**model_keys, "shared_experts": 1, "shared_d_ff": width, "expert_norms": True, "expert_factors": True}
+
+
+def _write_experts_beside(m: Model) -> dict[str, Any]:
+    """Return the keys of a Gemma 4 config.json on a model's experts."""
+    if not m.experts:
+        return {"enable_moe_block": False, "moe_intermediate_size": None, "num_experts": None, "top_k_experts": None}
+    sizes = resolve_sizes(m)
+    keys = {"num_experts": m.experts, "top_k_experts": m.experts_per_token, "intermediate_size": sizes["shared_d_ff"]}
+    return {"enable_moe_block": True, "moe_intermediate_size": sizes["expert_d_ff"], **keys}
+
+
 _GEMMA4_SCALING = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 _GEMMA4_RULES = [
     Renamed("head_dim", "d_kv", 256),
@@ -212,17 +231,33 @@ _GEMMA4_RULES = [
     ),
     _build_cap_rule("final", "logit_cap", None),
     Only("num_kv_shared_layers", (0,)),
-    Only("enable_moe_block", (False,)),
+    FunctionRule(
+        "enable_moe_block num_experts top_k_experts moe_intermediate_size", _read_experts_beside, _write_experts_beside
+    ),
     Only("use_bidirectional_attention", (None, "vision")),  # which concerns images alone
     Free("", {
-        **_RANGE, "moe_intermediate_size": None, "num_experts": None, "top_k_experts": None,
-        "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144, **special_token_defaults(2, 1, 0)
+        **_RANGE, "use_double_wide_mlp": False, "vocab_size_per_layer_input": 262144, **special_token_defaults(2, 1, 0)
     }),
 ]  # fmt: skip
 _GEMMA4 = {**LLAMA_FIXED, "output_norm": True, "query_key_norm": True, "value_norm": True, "stored_scale": True}
-_GEMMA4 |= {"attention_scale": 1.0}
+_GEMMA4 |= {"attention_scale": 1.0, "capacity_factor": 0.0}
+_BLOCK, _OURS = "model.layers.{i}", "layers.{i}.mlp"
+_OWN_NORMS = {
+    "post_feedforward_layernorm_1": "shared_output_norm",
+    "post_feedforward_layernorm_2": "expert_output_norm",
+    "pre_feedforward_layernorm_2": "expert_norm",
+}
 _GEMMA4_NAMES = llama_names(
-    [TensorRow("model.layers.{i}.layer_scalar", ("layers.{i}.scale",))],
+    [
+        TensorRow(f"{_BLOCK}.layer_scalar", ("layers.{i}.scale",)),
+        TensorRow(f"{_BLOCK}.experts.gate_up_proj", (f"{_OURS}.experts.gate", f"{_OURS}.experts.up")),
+        TensorRow(f"{_BLOCK}.experts.down_proj", (f"{_OURS}.experts.down",)),
+        TensorRow(f"{_BLOCK}.router.scale", (f"{_OURS}.router_norm.gain",)),
+        TensorRow(f"{_BLOCK}.router.per_expert_scale", (f"{_OURS}.expert_factor",)),
+        *module_rows({f"{_BLOCK}.router.proj": f"{_OURS}.router"}),
+        *module_rows({f"{_BLOCK}.mlp.{n}_proj": f"{_OURS}.shared.{n}" for n in ("gate", "up", "down")}),
+        *module_rows({f"{_BLOCK}.{theirs}": f"{_OURS}.{ours}" for theirs, ours in _OWN_NORMS.items()}),
+    ],
     of_layer={**_OUTPUT_NORMS, "pre_feedforward_layernorm": "mlp.norm"},
 )
 GEMMA4 = Family("gemma4_text", "Gemma4ForCausalLM", _GEMMA4, _GEMMA4_RULES, **_GEMMA4_NAMES)

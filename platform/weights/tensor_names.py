@@ -221,7 +221,16 @@ _NOT_OF_FUNCTION = (
 _OWN = (*_NOT_OF_FUNCTION, "settings", "length", "tied")  # not at a default where config.json says nothing
 _OF_EXPERTS = (
     *("experts_per_token", "experts_every", "dense_layers", "expert_d_ff", "expert_bias", "shared_experts"),
-    *("shared_expert_gate", "router", "router_normalised", "router_scale", "router_bias"),
+    *(
+        "shared_d_ff",
+        "expert_norms",
+        "expert_factors",
+        "shared_expert_gate",
+        "router",
+        "router_normalised",
+        "router_scale",
+        "router_bias",
+    ),
 )
 _OF_LATENTS = ("q_latent", "d_rope", "d_value")
 _OF_DELTA_RULES = ("linear_key_heads", "linear_value_heads", "linear_d_key", "linear_d_value", "linear_taps")

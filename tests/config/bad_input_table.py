@@ -212,6 +212,9 @@ model.kv_latent=8 model.attention_gate=true | model.attention_gate=true: model.k
 model.no_rope_layers=[1] | model.no_rope_layers=[1]: model.positions=learned has no rotations | []
 model.positions=rope model.no_rope_layers=[1,9] | model.no_rope_layers=9: layers are 0 to 3 | 3
 model.positions=rope model.window_rope_theta=50 | model.window_rope_theta=50.0: model.window=0 is no window | 0
+model.shared_d_ff=8 model.experts=4 | model.shared_d_ff=8: there are no shared experts | 0
+model.expert_factors=true | model.expert_factors=true: model.experts=0: the model has no experts | false
+model.experts=4 model.expert_norms=true | model.expert_norms=true: model.shared_experts=0: nothing else reads | false
 model.global_d_kv=8 | model.global_d_kv=8: model.window=0: all layers are alike | 0
 model.global_kv_heads=3 model.window=4 | model.global_kv_heads=3: must divide model.heads=4 | 2 or 4
 model.kv_latent=8 model.value_norm=true | model.value_norm=true: model.kv_latent=8 makes keys and values | false

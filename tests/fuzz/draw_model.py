@@ -51,7 +51,7 @@ def draw_model(r: Random, need: Mapping[str, int], chunks: int, one_token: bool,
     if has_experts:
         m.experts = size("experts", *((1, 1, 2, 3) if need.get("experts", 1) > 1 else (2, 3, 4, 6)))
         m.expert_d_ff = r.choice((0, size("d_ff", 1, 2, 3)))
-        draw_experts(r, m)
+        draw_experts(r, m, size)
     if m.kind == "decoder" and need.get("d_kv", 1) == 1:
         draw_delta_rules(Random(repr(m)), m, need)
     if m.kind in ("decoder", "encoder"):
@@ -65,11 +65,14 @@ def draw_layers_that_see_all(r: Random, m: Model, size: Callable[..., int]) -> N
     """Draw heads of layers without a window, and what concerns values; and stored factors of blocks. `size`: see
     `draw_latents`."""
     m.stored_scale = r.random() < 0.15
-    if m.kv_latent or r.random() < 0.7:
+    if m.kv_latent:
+        return
+    if m.positions == "rope" and r.random() < 0.3:
+        m.rope_scaling, m.rope_factor, m.rope_share = "proportional", r.choice((1.0, 2.0)), r.choice((0.25, 0.5, 1.0))
+        m.rope_short, m.rope_long = [], []
+    if r.random() < 0.7:
         return
     m.values_are_keys, m.value_norm = r.random() < 0.6, r.random() < 0.6
-    if m.positions == "rope" and m.rope_scaling == "none" and r.random() < 0.5:
-        m.rope_scaling, m.rope_factor, m.rope_share = "proportional", r.choice((1.0, 2.0)), r.choice((0.25, 0.5, 1.0))
     if m.window and r.random() < 0.8:
         m.global_kv_heads = r.choice((0, *find_divisors(m.heads)))
         m.global_d_kv = 0 if m.rope_scaling == "longrope" else r.choice((0, 2 * m.d_kv, 3 * m.d_kv))
@@ -108,6 +111,7 @@ def draw_uneven(r: Random, m: Model, need: Mapping[str, int]) -> None:
         m.global_kv_heads = m.global_kv_heads and Random(repr(m)).choice(find_divisors(m.heads))
     if m.expert_d_ff:
         m.expert_d_ff = size("d_ff")
+    m.shared_d_ff = 0
     if m.experts and m.capacity_factor:
         m.experts = size("experts")
         m.experts_per_token = min(m.experts_per_token, m.experts)
@@ -124,8 +128,9 @@ def draw_latents(r: Random, m: Model, size: Callable[..., int]) -> None:
     m.kv_heads, m.query_key_norm, m.query_key_norm_over, m.attention_bias = 0, False, "head", "none"
 
 
-def draw_experts(r: Random, m: Model) -> None:
-    """Draw how a model's experts are chosen, and what they add to the loss."""
+def draw_experts(r: Random, m: Model, size: Callable[..., int]) -> None:
+    """Draw how a model's experts are chosen, what they add to the loss, and what lies beside them; `size`: see
+    `draw_latents`."""
     m.shared_experts = r.choice((0, 0, 1, 2))
     m.experts_per_token, m.experts_every = r.randint(1, min(3, m.experts)), min(m.layers, r.choice((1, 1, 2)))
     m.capacity_factor = r.choice((0.0, 0.5, 1.0, 1.25))
@@ -140,6 +145,10 @@ def draw_experts(r: Random, m: Model) -> None:
     m.router_bias, m.balance_rate = r.random() < 0.3, r.choice((0.0, 0.05, 0.3))
     m.balance_over = r.choice(("sequence", "batch"))
     m.router_jitter = Random(repr(m)).choice((0.0, 0.0, 0.1))
+    more = Random(repr(m))  # all else is drawn as without it
+    if more.random() < 0.25:
+        m.expert_norms = bool(m.shared_experts) and not m.parallel_residual
+        m.expert_factors, m.shared_d_ff = more.random() < 0.7, m.shared_experts and size("d_ff", 1, 2)
     m.router_scale, m.balance_loss, m.z_loss = r.choice((1.0, 2.5)), r.choice((0.0, 0.3)), r.choice((0.0, 0.05))
 
 
@@ -204,7 +213,7 @@ def widen_to_blocks(m: Model, need: Mapping[str, int]) -> None:
         return NF4_BLOCK * need.get(dim, 1)
 
     m.d_model, m.d_ff, m.d_kv, m.rope_share = size("d_model"), size("d_ff"), size("d_kv"), 1.0
-    m.expert_d_ff = m.expert_d_ff and size("d_ff")
+    m.expert_d_ff, m.shared_d_ff = m.expert_d_ff and size("d_ff"), m.shared_d_ff and size("d_ff")
     m.global_d_kv = m.global_d_kv and 2 * m.d_kv
     if m.kv_latent:
         m.kv_latent, m.q_latent, m.d_rope = size("kv_latent"), m.q_latent and size("q_latent"), size("d_kv")

@@ -59,6 +59,8 @@ def features(c: Config) -> set[str]:
         "values that are keys": m.values_are_keys,
         "norms of values": m.value_norm,
         "stored factors": m.stored_scale,
+        "norms of experts": m.expert_norms,
+        "factors of experts": m.expert_factors,
         "groups": o.groups,
         "sgd without momentum": o.kind == "sgd" and not o.momentum,
         "dropout": c.model.dropout,
@@ -90,6 +92,7 @@ def test_draws_all_features_of_data_and_training(tmp_path):
     wanted |= {"states in host memory", *(f"scale={scale}" for scale in SCALES)}
     wanted |= {"moments in 16 bits", "soft caps", "delta rules", "longrope", "a share of a head's pairs"}
     wanted |= {"layers with other heads", "values that are keys", "norms of values", "stored factors"}
+    wanted |= {"norms of experts", "factors of experts"}
     wanted |= {"sgd without momentum", "dropout", "window", "experts", "experts that replicas share", "latents"}
     wanted |= {"experts over axes of a scheme", "groups of experts", "layers without experts"}
     rare = {name: found[name] for name in wanted if found[name] < 3}

@@ -32,13 +32,11 @@ PLAN = """
     StoredStates
 """.split()
 OPERATIONS = """
-    add_loss_ahead attention combine combine_rows concatenate convolve cross_entropy delta_rule dispatch dispatch_rows
-    dropout
-    einsum expand_kv
-    features fused_attention jitter linear_cross_entropy lookup mlp norm normalise one_hot pointwise pointwise_each
-    project recall recurrence reduce relative_bias relayout relayout_each remember reshape residual
-    residual_norm ring_attention rotate route scale scale_by sequence_mean shift sinusoid softmax split_branches
-    squared_error sum_branches token_loss
+    add_loss_ahead attention combine combine_rows concatenate convolve cross_entropy delta_rule dispatch
+    dispatch_rows dropout einsum expand_kv features fused_attention jitter linear_cross_entropy lookup mlp
+    multiply_by norm normalise one_hot pointwise pointwise_each project recall recurrence reduce relative_bias
+    relayout relayout_each remember reshape residual residual_norm ring_attention rotate route scale scale_by
+    sequence_mean shift sinusoid softmax split_branches squared_error sum_branches token_loss
 """.split()
 BLOCKS = "7be4c08db5416c6b534b28a16e3808ebe2c36947d21f4ac9865516c66e12e0be"  # of the kept texts, in samples of 16
 

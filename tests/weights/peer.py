@@ -77,6 +77,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
                     "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 2.0},
                     "sliding_attention": LOCAL}}),
     "gemma4_text": ("Gemma4Text", "Gemma4ForCausalLM", GEMMA4),
+    "gemma4_text, experts": ("Gemma4Text", "Gemma4ForCausalLM", {**GEMMA4, "enable_moe_block": True, "num_experts": 5,
+                             "top_k_experts": 2, "moe_intermediate_size": 12}),
     "gemma2": ("Gemma2", "Gemma2ForCausalLM", {**GEMMA, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5,
                "layer_types": None}),
     "vaultgemma": ("VaultGemma", "VaultGemmaForCausalLM", {**GEMMA, "attn_logit_softcapping": 0.7,

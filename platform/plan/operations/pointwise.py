@@ -602,6 +602,30 @@ class ShiftOp(BlockOp):
         return ops.sum(ops.block(spec), [x, parameter])
 
 
+class MultiplyByOp(BlockOp):
+    """Activation times a parameter of its last dim; the product is in the activation's type."""
+
+    wide = "inputs", "outputs"
+    memory_accesses = (2, 3)
+
+    def record_operation(self, ops, x, spec, parameter):
+        return ops.record_operation(self.kind, parameter.name, [x], [spec, parameter], [spec])
+
+    def plan_operation(self, planner, operation) -> PlannedOperation:
+        """Plan multiplying by a parameter in the activation's layout, to which it is converted."""
+        return plan_with_vectors(planner, operation)
+
+    def run_on_blocks(self, ops, planned, x, spec, parameter):
+        """Multiply this rank's block of x by the parameter."""
+        return x * parameter.to(x.dtype)
+
+    def meter_memory(self, ops, planned, x, spec, parameter) -> Value:
+        """Count the memory of the product, for whose gradients both factors are kept, in one type."""
+        casts = x.itemsize != ops.plan.itemsize["compute"]
+        factor = ops.new(parameter.elements, ops.wide) if casts else parameter.storage
+        return ops.plain(ops.tensor(x.elements, x.itemsize), [x, parameter], (x.storage, factor))
+
+
 class SinusoidOp(BlockOp):
     """scale * x plus the sinusoidal encoding ("Attention Is All You Need", 3.5) of the index along length, or of the
     data tensor `positions` [length, batch]: sines at even indices of d_model, cosines at odd ones."""

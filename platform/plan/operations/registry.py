@@ -25,6 +25,7 @@ from platform.plan.operations.pointwise import (
     DropoutOp,
     JitterOp,
     MlpOp,
+    MultiplyByOp,
     NormaliseOp,
     NormOp,
     PointwiseBySliceOp,
@@ -70,7 +71,7 @@ class Ops:
     shift, norm, rotate, sinusoid, recurrence = ShiftOp(), NormOp(), RotateOp(), SinusoidOp(), RecurrenceOp()
     convolve, delta_rule = ConvolveOp(), DeltaRuleOp()
     pointwise, pointwise_each, normalise = PointwiseOp(), PointwiseBySliceOp(), NormaliseOp()
-    scale, scale_by = ScaleOp(), ScaleByOp()
+    scale, scale_by, multiply_by = ScaleOp(), ScaleByOp(), MultiplyByOp()
     dropout, residual, residual_norm = DropoutOp(), ResidualOp(), ResidualNormOp()
     jitter, mlp = JitterOp(), MlpOp()
     attention, softmax, fused_attention = AttentionOp(), SoftmaxOp(), FusedAttentionOp()

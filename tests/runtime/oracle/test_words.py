@@ -32,6 +32,8 @@ WORDS: dict[str, dict[str, Any]] = {
                             "global_kv_heads": 1, "values_are_keys": True, "value_norm": True, "query_key_norm": True,
                             "rope_scaling": "proportional", "rope_share": 0.5, "attention_scale": 1.0,
                             "stored_scale": True},
+    "experts beside": {"experts": 4, "experts_per_token": 2, "expert_d_ff": 8, "shared_experts": 1, "shared_d_ff": 24,
+                       "expert_norms": True, "expert_factors": True, "capacity_factor": 0.0, "output_norm": True},
 }  # fmt: skip
 PLANS: dict[str, dict[str, Any]] = {
     "2d": {"tensor": "2d", "axes": {"r": 2, "c": 2}},
