@@ -48,9 +48,9 @@ def saved(folder: Path, name: str, double: bool = False, fused: bool = False, **
     return folder / "theirs", model
 
 
-def started(folder: Path, precision: str) -> tuple[Config, Any]:
-    """A trainer of the model in a folder of transformers, with its weights."""
-    keys = vars(open_importable(str(folder), "source").model) | {"dropout": 0.0, "balance_loss": 0.0}
+def started(folder: Path, precision: str, **more: Any) -> tuple[Config, Any]:
+    """A trainer of the model in a folder of transformers, with its weights; `more`: other keys of the model."""
+    keys = vars(open_importable(str(folder), "source").model) | {"dropout": 0.0, "balance_loss": 0.0, **more}
     if keys["kind"] == "encoder_decoder":
         keys |= {"length": 12, "source_length": 15}
     c = configure(precision=precision, **keys)
@@ -275,6 +275,16 @@ def test_logits_are_equal(tmp_path, name):
     real = data["tokens"] >= 0
     assert theirs.std() > 0.1
     assert (our_logits(trainer) - theirs)[real].abs().max() < 1e-5 * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize("more", [{"value_norm": False}, {"rope_share": 0.5}, {"window_rope_theta": 900.0}], ids=str)
+def test_negative_control_a_word_that_is_another(tmp_path, more):
+    folder, model = saved(tmp_path, "gemma4_text")
+    c, trainer = started(folder, "fp32", **more)
+    data = data_of(c)
+    with torch.no_grad():
+        theirs = peer.logits(model, data)
+    assert (our_logits(trainer) - theirs)[data["tokens"] >= 0].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", EVERY)

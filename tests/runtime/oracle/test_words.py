@@ -9,6 +9,7 @@ import pytest
 
 from platform.model import attention
 from platform.plan.model_types import Parameter
+from platform.plan.operations.pointwise import MultiplyByOp, NormaliseOp, ScaleByOp
 from platform.runtime import compilation
 from tests.harness.oracle import compare, configure, prove, run, serial
 from tests.runtime import test_memory
@@ -62,6 +63,22 @@ def factors_that_matter(monkeypatch):
 )
 def test_equals_one_process(words, plan):
     prove(configure(**{**LLAMA, **WORDS[words], **PLANS[plan]}))
+
+
+@pytest.mark.parametrize(
+    ("words", "op"),
+    [("other heads see all", ScaleByOp), ("other heads see all", NormaliseOp), ("experts beside", MultiplyByOp)],
+)
+def test_negative_control_an_operation_that_several_ranks_leave_out(words, op, monkeypatch):
+    compute = op.run_on_blocks
+
+    def leave_out(self, ops, planned, *arguments):
+        alone = ops.plan.mesh.world_size == 1
+        return compute(self, ops, planned, *arguments) if alone else arguments[isinstance(arguments[0], str)]
+
+    monkeypatch.setattr(op, "run_on_blocks", leave_out)
+    with pytest.raises(AssertionError, match="gradient of"):
+        prove(configure(**{**LLAMA, **WORDS[words], **PLANS["1d_sp, stages"]}))
 
 
 @pytest.mark.parametrize("words", WORDS)
