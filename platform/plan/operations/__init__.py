@@ -6,5 +6,5 @@ operation computes by functions of its own. To be metered it is given stand-ins 
 the bytes, and a tape runs its backward pass.
 
 Its files in reading order: op, registry, recorder, einsums, scaled_products, adapted, attention, fused_attention,
-pointwise, recurrence, delta_rule, reshaping, lookup, experts, loss_operations.
+pointwise, scaling, recurrence, delta_rule, reshaping, lookup, experts, loss_operations.
 """

@@ -25,16 +25,12 @@ from platform.plan.operations.pointwise import (
     DropoutOp,
     JitterOp,
     MlpOp,
-    MultiplyByOp,
-    NormaliseOp,
     NormOp,
     PointwiseBySliceOp,
     PointwiseOp,
     ResidualNormOp,
     ResidualOp,
     RotateOp,
-    ScaleByOp,
-    ScaleOp,
     ShiftOp,
     SinusoidOp,
 )
@@ -50,6 +46,7 @@ from platform.plan.operations.reshaping import (
     SplitBranchesOp,
     SumBranchesOp,
 )
+from platform.plan.operations.scaling import MultiplyByOp, NormaliseOp, ScaleByOp, ScaleOp
 
 
 class Ops:

@@ -9,7 +9,7 @@ import pytest
 
 from platform.model import attention
 from platform.plan.model_types import Parameter
-from platform.plan.operations.pointwise import MultiplyByOp, NormaliseOp, ScaleByOp
+from platform.plan.operations.scaling import MultiplyByOp, NormaliseOp, ScaleByOp
 from platform.runtime import compilation
 from tests.harness.oracle import compare, configure, prove, run, serial
 from tests.runtime import test_memory
