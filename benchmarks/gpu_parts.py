@@ -36,6 +36,7 @@ from platform.config.fields import Config, Model
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints
 from platform.runtime.communicator import SingleRank
+from platform.train.rehearsal import rehearse_steps
 from platform.train.trainer import Trainer
 from tests.harness.oracle import MODELS, compare, compute, configure, on_host, serial, trainer_of
 
@@ -169,7 +170,7 @@ def measure_model(name: str, beside: bool, pairs: int, place: Place) -> Figures:
     trainer = build_ours(c, device)
     # on the host, so that the peak is ours alone
     weights = {name: w.detach().to("cpu", copy=True) for name, w in trainer.weights.master.items()} if beside else {}
-    if compiles and (uncompiled := trainer.rehearse_steps(1)):
+    if compiles and (uncompiled := rehearse_steps(trainer, 1)):
         yield {"uncompiled": uncompiled}
     losses = [trainer.step(k).loss for k in (1, 2)]
     yield {"compile_s": round(time.perf_counter() - begin, 1)}

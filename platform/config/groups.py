@@ -690,6 +690,12 @@ class Train:
     verify_every: int = key(0, "steps between comparisons of the replicas' weights and moments; 0 = never", ">= 0")
     compile: str = key("auto", "compile what lies between collectives; auto: on GPUs", ("auto", "on", "off"))
     compile_collectives: bool = key(False, "compile blocks whole though collectives of tensor axes lie in them")
+    graphs: str = key(
+        "auto",
+        "record passes of microbatches once, as graphs of the GPU, and replay them; auto: where the run allows it, and"
+        " memory has room, as that of graphs serves nothing else",
+        ("auto", "on", "off"),
+    )
     ahead: str = key(
         "auto",
         "launch a step's passes before the numbers of the step before are read, so that a device never waits for its"

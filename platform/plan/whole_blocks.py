@@ -42,9 +42,9 @@ class _Block(NamedTuple):
         """Return True if ranks of a sub-grid alone compute an operation of the block."""
         return any(o.only or step.only for o in self.operations for step in _list_steps(o))
 
-    def attends_pair_by_pair(self) -> bool:
-        """Return True if an attention may be computed by pairs of queries and keys, which no compiler traces."""
-        return any(
+    def counts_in_passes(self) -> bool:
+        """Return True if the host counts rows of experts, or pairs of queries and keys, in each pass."""
+        return not all(OPERATIONS[o.operation.kind].is_traceable for o in self.operations) or any(
             hides_most(self.device, self._query_length(o), o.operation["window"], o.operation["begins"])
             for o in self.operations
             if OPERATIONS[o.operation.kind].keys_input >= 0
@@ -73,7 +73,7 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
     ("train.mlp_chunks computes its rows in parts", lambda b: b.plan.mlp_chunks > 1),
     (
         "its experts' rows, or its attention's pairs, are counted in each pass",
-        lambda b: not all(OPERATIONS[o.operation.kind].is_traceable for o in b.operations) or b.attends_pair_by_pair(),
+        _Block.counts_in_passes,
     ),
     ("its products are in 8 bits", lambda b: any(group.is_scaled for o in b.operations for group in o.groups)),
     ("the kernels of several attentions draw its dropout masks", lambda b: b.drawing_kernels > 1),
@@ -90,6 +90,11 @@ def reasons_against_whole_blocks(plan: Plan, device: str, dropout: float) -> dic
             block = _Block(plan, planned, device, dropout)
             reasons[name] = next((reason for reason, holds in _REASONS if holds(block)), "")
     return reasons
+
+
+def counts_in_passes(plan: Plan, device: str) -> bool:
+    """Return True if the host counts rows of experts, or pairs of attention, in each pass of a plan on a `device`."""
+    return _Block(plan, list(plan.operations.values()), device, 0.0).counts_in_passes()
 
 
 def describe_blocks(reasons: Mapping[str, str]) -> list[str]:

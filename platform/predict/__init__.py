@@ -6,7 +6,8 @@ A run is also predicted from its plan: the work of a step and its price in secon
 of a worker, traffic by tier of the cluster, and the prices of snapshots, checkpoints and failures. The long explanation
 of a plan shows all of it, and tables of measured runs are compared with it.
 
-Its files in reading order: hardware, systems, work, price, bucket_size, calibration, meter, footprint, memory_budget,
-choose_schedule, legal_hints, make_plan, replan, step_price, recovery_price, contenders, sketch, estimate,
-contender_grid, search, remedies, plan_report, plan_screen, tier_traffic, measured_runs, sweep_prices, layout_search.
+Its files in reading order: hardware, systems, work, price, bucket_size, calibration, meter, footprint, recorded_passes,
+memory_budget, choose_schedule, legal_hints, make_plan, replan, step_price, recovery_price, contenders, sketch,
+estimate, contender_grid, search, remedies, plan_report, plan_screen, tier_traffic, measured_runs, sweep_prices,
+layout_search.
 """

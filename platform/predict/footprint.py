@@ -279,7 +279,8 @@ class Footprint:
     passes, whose backward is not done; `working`: everything else, such as what an operation, its collectives, sends
     and receives take; `reserved`: bytes that a GPU's own libraries take beside all tensors; `host`: bytes of host
     memory that activations are kept in (recompute_offload), on a CPU among the `activations`, and beside a GPU states
-    and masters (optimizer.offload)."""
+    and masters (optimizer.offload); `recorded`: bytes that other work takes beside the memory of
+    recorded passes."""
 
     parameters: int
     optimizer: int
@@ -289,12 +290,13 @@ class Footprint:
     in_flight: int
     reserved: int = 0
     host: int = 0
+    recorded: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Return the predicted bytes of a worker's memory at its peak: the sum of all parts."""
         tensors = self.parameters + self.optimizer + self.gradients + self.activations + self.working
-        return tensors + self.reserved
+        return tensors + self.recorded + self.reserved
 
 
 # Bytes of a GPU that no tensor of ours can have: estimates, until they are measured. CUDA's context, workspaces of its

@@ -48,6 +48,7 @@ from platform.predict import choose_schedule
 from platform.predict.choose_schedule import count_microbatches, find_dealing_rounds, find_even_rounds, place_chunks
 from platform.predict.legal_hints import keep_legal_hints
 from platform.predict.memory_budget import MemoryForecast
+from platform.predict.recorded_passes import violations_of_graphs
 
 CHOICES = {"auto": ("gather", "heads", "ring"), "nested": NESTED}  # kinds of context among which a context_kind chooses
 BROKEN = "planner"  # what a line is about that no user sees
@@ -185,7 +186,7 @@ def _build_kind_plan(
     checks = [*of_optimizer, choose_schedule.violations_of_kernel, violations_of_loss, _violations_of_documents]
     checks += [_violations_of_quantised_weights, _violations_of_cut_blocks]
     if not is_placed:  # by a worker of a run, or for another system that is predicted
-        checks.append(choose_schedule.violations_of_selective)
+        checks += [choose_schedule.violations_of_selective, violations_of_graphs]
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError([*refused, *_find_other_violations(refused, config, data, kind)])
     return _add_shorter_plans(config, plan, data, kind)

@@ -35,6 +35,7 @@ from platform.predict.footprint import (
     weight_bytes,
 )
 from platform.predict.meter import MemoryMeter
+from platform.predict.recorded_passes import list_recorded_microbatches, reason_against_graphs
 
 
 def scoring_shape(plan: Plan, length: int, source: int) -> PassShape:
@@ -185,7 +186,25 @@ class TrainingForecast:
             predict_footprint(length_plan, model, row, stage, moments, *how, measured, compiles)
             for length_plan, model, compiles, measured in self._plans_by_length
         )
-        return max(stage_footprints, key=lambda f: f.total_bytes)
+        needed = max(stage_footprints, key=lambda f: f.total_bytes)
+        if self.config.train.graphs != "on" or reason_against_graphs(self.config, self.plan, self.device):
+            return needed
+        return self._add_recorded_passes(needed, how[-1])
+
+    def _add_recorded_passes(self, needed: Footprint, scratch: int) -> Footprint:
+        """Return the memory `needed` by a worker, and what updates or other passes take beside recorded ones."""
+        c, count = self.config, self.plan.microbatches
+        sums = weight_bytes(self.plan, 0)["gradients"]
+        passes = needed.activations + needed.working + (needed.gradients if count == 1 else 0)
+        others = len(list_recorded_microbatches(self.plan, c.parallel.overlap, count)) < count
+        beside = passes if others or c.eval.every or c.monitor.layers else scratch
+        return replace(needed, gradients=sums, recorded=beside)
+
+
+def has_room_for_graphs(config: Config, plan: Plan, memory: float) -> bool:
+    """Return True if a GPU of `memory` bytes has room for recorded passes, whose memory nothing else uses."""
+    asks = replace(config, train=replace(config.train, graphs="on"), cluster=replace(config.cluster, device="cuda"))
+    return not MemoryForecast(asks, plan).exceeds_memory(memory)
 
 
 def predict_peak_bytes(config: Config, plan: Plan) -> int:

@@ -236,6 +236,7 @@ def memory_rows(memory: Mapping[str, int]) -> list[list[str]]:
         "gradients": "summed over the microbatches",
         "activations": f"of {memory['in_flight']} forward passes in flight",
         "working": "operations, collectives, what is sent and received",
+        **({"recorded": "other work beside recorded passes"} if memory["recorded"] else {}),
         **({"reserved": "for CUDA, NCCL and rounding"} if memory["reserved"] else {}),
         "total": "at once",
         **({"host": "of host memory, which activations or states are in"} if memory["host"] else {}),

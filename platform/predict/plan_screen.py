@@ -37,6 +37,7 @@ from platform.predict.plan_report import (
     time_rows,
 )
 from platform.predict.price import StepPrice
+from platform.predict.recorded_passes import reason_against_graphs
 from platform.predict.recovery_price import Known, MeasuredCosts, checkpoint_price, failure_price, snapshot_price
 from platform.predict.step_price import find_gpu_hardware, read_chosen_hardware, step_price
 
@@ -138,6 +139,9 @@ def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     name, seconds = max(time["parts"].items(), key=lambda pair: pair[1])
     waits = {"late": "each update waits for its loss to be read", "behind": "each step waits for the report before it"}
     late = [f"{said}: {time[key]}" for key, said in waits.items() if time.get(key)][:1]
+    if why := time.get("unrecorded"):
+        *others, last = blocks or ["passes are launched kernel by kernel"]
+        blocks = [*others, f"{last}; no graphs: {why}"]
     return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step", *late, *blocks]
 
 
@@ -185,7 +189,7 @@ def _format_gain(change: Mapping[str, Any], seconds: float) -> Sequence[str]:
 
 Lines = Callable[[Mapping[str, Any]], Iterator[tuple[str, Any]]]  # explanation -> name and value of each line
 Sides = dict[str, tuple[float, float]]  # name of a line -> its value in one plan and in the other
-KINDS = ("parameters", "optimizer", "gradients", "activations", "working", "reserved", "host", "total")
+KINDS = ("parameters", "optimizer", "gradients", "activations", "working", "recorded", "reserved", "host", "total")
 SECONDS = ("a step", "failures")  # parts whose values are seconds
 
 
@@ -335,6 +339,7 @@ def _explain_step_time(
         "mfu": step.mfu,
         "speed": step.device_flops,
         "late": reason_against_early_update(config) if device_kind(config) == "cuda" else "",
+        "unrecorded": reason_against_graphs(config, plan, "cuda") if device_kind(config) == "cuda" else "",
         "behind": reason_against_passes_ahead(config, plan) if device_kind(config) == "cuda" else "",
         "days": {"tokens": tokens, "days": step.training_days(tokens)},
     }

@@ -219,6 +219,7 @@ def violation_of_memory(config: Config, plan: Plan, device: Device) -> str:
         "gradients": most.gradients,
         f"activations of {most.in_flight} passes in flight": most.activations,
         "working": most.working,
+        **({"beside recorded passes": most.recorded} if most.recorded else {}),
         **({"reserved": most.reserved} if most.reserved else {}),
     }
     shares = ", ".join(f"{name} {n / 1e9:.3g}" for name, n in parts.items())

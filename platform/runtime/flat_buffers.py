@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 from weakref import ref
@@ -75,6 +75,7 @@ class FlatBucket:
         own_masters = {name: w.detach().requires_grad_(trains) for name, w in self._master_views(self.masters).items()}
         self.master = self.compute if is_whole else own_masters
         self.sums: Tensor | None = None  # gradients summed over microbatches, laid out as the whole buffer
+        self._lasting: Tensor | None = None  # their memory in all steps, if it is always the same
         self._coming: Tensor | None = None  # gradients of the pass under way, where none can be added to `sums` at once
         self._held: set[str] = set()  # parameters whose gradient is in `_coming`
         self._taken: dict[str, Tensor] = {}  # gradients by parameter that are in neither yet
@@ -302,8 +303,31 @@ class FlatBucket:
         """Return the flat buffer of the bucket's gradients summed over microbatches, allocated on first use."""
         if self.sums is None:
             dtype = self._low if self.bucket.zero >= 2 else self._high
-            self.sums = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
+            memory = self._lasting
+            if memory is None:
+                memory = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
+            self.sums = memory
         return self.sums
+
+    def keep_sums(self) -> None:
+        """Keep the sums of gradients in the same memory from now on, in all steps."""
+        self._lasting = self._gradient_sum_buffer()
+
+    @property
+    def summed(self) -> frozenset[str]:
+        """Return the names of the parameters whose gradients are in the sums."""
+        return frozenset(self._summed)
+
+    def note_replayed_gradients(self, names: Collection[str]) -> None:
+        """Note that a recorded backward pass has run, after which gradients of `names` are in the sums."""
+        self._gradient_sum_buffer()
+        self._summed.update(names)
+
+    def drop_sums(self) -> None:
+        """Drop the gradients of a step whose passes have failed."""
+        self.sums = self._coming = None
+        for names in (self._summed, self._held, self._came, self._taken):
+            names.clear()
 
     def _find_stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
         """Return (start, stop) in the bucket's flat buffer of the adjacent parameters `names`, in this order."""

@@ -136,7 +136,8 @@ class PipelineExecutor:
     returns its output activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward
     pass appends to it the functions that compute weight gradients. `accumulated(action, done)` is called after each
     backward action; `done` is the chunk number if it was the last of the row for the chunk, else None. `rows`: compiled
-    rows, which may be kept from one executor of this rank to the next.
+    rows, which may be kept from one executor of this rank to the next. `run_action(action, compute)` runs an action,
+    by `compute` or by what does the same.
     """
 
     plan: Plan
@@ -145,6 +146,7 @@ class PipelineExecutor:
     forward: Forward
     accumulated: Accumulated = lambda action, done: None
     rows: CompiledRows = field(default_factory=dict)
+    run_action: Callable[[Action, Callable[[], None]], None] = lambda action, compute: compute()
     peak_live: int = 0  # most forward passes that awaited their backward at once
     _live: dict[PassKey, _Live] = field(default_factory=dict)
     _flow: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk
@@ -172,7 +174,7 @@ class PipelineExecutor:
         c = self.communicator
         try:
             with c.clock.time_section(step.name):
-                _ACTIONS[step.action.kind](self, step)
+                self.run_action(step.action, partial(_ACTIONS[step.action.kind], self, step))
                 if step.action.kind in BACKWARD_KINDS:
                     self.accumulated(step.action, step.completed)
         except StageFailed:

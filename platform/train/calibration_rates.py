@@ -30,6 +30,7 @@ from platform.runtime.compilation import reason_uncompiled
 from platform.runtime.process_groups import connect_process_groups
 from platform.train.measurements import TOGETHER, synchronize_device
 from platform.train.rank_parameters import DTYPES
+from platform.train.rehearsal import rehearse_steps
 from platform.train.replies import Rates, Timing
 from platform.train.trainer import Trainer
 
@@ -256,12 +257,12 @@ def _time_steps(timer: _Timer, sizes: Extents, config: Config) -> Iterator[Timin
     """Yield steps of the models of `step_configs` on this worker alone, by their numbers."""
     for number, c in enumerate(step_configs(config, timer.device.type == "cuda", sizes is TINY)):
         compiles = "off" if reason_uncompiled(c.train.compile, timer.device.type) else "on"
-        c = replace(c, train=replace(c.train, compile=compiles))
+        c = replace(c, train=replace(c.train, compile=compiles, graphs="off"))
         plan = make_plan(c)
         communicator = SingleRank(plan.mesh, timer.device)
         trainer = Trainer(c, plan, communicator, open_run_corpus(c), stage_rows(build_schedules(c, 1))[0])
         if compiles == "on":
-            trainer.rehearse_steps(1)
+            rehearse_steps(trainer, 1)
         yield Timing("step", [float(number)], timer(partial(_run_next_step, trainer, count(1))))
 
 

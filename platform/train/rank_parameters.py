@@ -73,7 +73,7 @@ class RankWeights:
         low, high = DTYPES[plan.precision]
         kinds = [QuantisedBucket if b.quantised else TiledBucket if b.tiles else FlatBucket for b in plan.buckets]
         self.buckets = [kind(plan, communicator, b, low, high) for kind, b in zip(kinds, plan.buckets, strict=True)]
-        self._trained = [flat for flat in self.buckets if not flat.bucket.frozen]
+        self.trained = [flat for flat in self.buckets if not flat.bucket.frozen]
         for flat in self.buckets:
             flat.complete = self._reduce_complete_bucket
             begins = seed is not None and not (flat.bucket.frozen and reads_frozen)
@@ -105,7 +105,7 @@ class RankWeights:
         self._reducing: deque[FlatBucket] = deque()
         self._early = overlap
         self._left: set[int] = set()  # chunks whose last backward pass of the step has not begun
-        self._users = [{c.number for c in plan.chunks if c.parameter_names & f.compute.keys()} for f in self._trained]
+        self._users = [{c.number for c in plan.chunks if c.parameter_names & f.compute.keys()} for f in self.trained]
 
     def _build_residency(self, communicator: Communicator) -> ParameterResidency:
         """Construct the Residency that gathers this rank's ZeRO shards, and makes numbers of 4 bits, for each span of
@@ -163,7 +163,7 @@ class RankWeights:
 
     def _reduce_complete_bucket(self, flat: FlatBucket) -> None:
         """Start reducing a bucket's gradients over ranks, now complete on this rank, if no later pass adds more."""
-        if self._early and (flat.bucket.zero >= 2 or not self._left & self._users[self._trained.index(flat)]):
+        if self._early and (flat.bucket.zero >= 2 or not self._left & self._users[self.trained.index(flat)]):
             self._reduce_bucket(flat)
 
     def _reduce_bucket(self, flat: FlatBucket) -> None:
@@ -183,11 +183,11 @@ class RankWeights:
         if is_last_pass:
             self._left.discard(chunk)
         if not is_complete:
-            for flat, users in zip(self._trained, self._users, strict=True):
+            for flat, users in zip(self.trained, self._users, strict=True):
                 if flat.here and chunk in users:
                     flat.end_input_gradient_pass()
             return
-        for flat, users in zip(self._trained, self._users, strict=True):
+        for flat, users in zip(self.trained, self._users, strict=True):
             if flat.here and chunk in users:
                 if not flat.launched and (flat.bucket.zero >= 2 or (is_last_pass and not self._left & users)):
                     self._reduce_bucket(flat)
@@ -198,7 +198,7 @@ class RankWeights:
     def finish_reductions(self) -> dict[str, Tensor]:
         """Wait until a training step's gradients are reduced; return them, flat, by the bucket's first parameter."""
         self._reducing.clear()
-        local_buckets = [flat for flat in self._trained if flat.here]
+        local_buckets = [flat for flat in self.trained if flat.here]
         for flat in local_buckets:
             flat.start_final_reduction()
         return {next(iter(flat.compute)): flat.finish_reduction() for flat in local_buckets}

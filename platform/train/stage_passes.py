@@ -27,6 +27,7 @@ from platform.runtime.communicator import Communicator
 from platform.runtime.einsum import Deferred
 from platform.runtime.parallel_ops import PassPosition
 from platform.runtime.pipeline import Accumulated, CompiledRows, Forward, PipelineExecutor, StageAlone
+from platform.train.pass_recorder import PassRecorder
 from platform.train.rank_model import Rank
 from platform.train.rank_parameters import DTYPES
 
@@ -121,6 +122,10 @@ class StagePasses:
         self.pieces, self.batch = config.model.length // plan.sizes["length"], plan.sizes["batch"]
         self._parts = {chunk.number: replace(self.stage, chunks=(chunk,)) for chunk in self.stage.chunks}
         self._compiled: CompiledRows = {}  # for the executors of all steps
+        device = self.communicator.device
+        self.total = torch.zeros((), dtype=torch.float64, device=device)  # of the losses of a step, on this rank
+        self.divisor = torch.ones_like(self.total)  # of each loss before its backward pass
+        self.recorder: PassRecorder | None = None
 
     def build_pipeline(self, forward: Forward, accumulated: Accumulated = lambda *_: None) -> PipelineExecutor:
         """Construct the executor of this stage's row of the schedule. `forward` runs a model chunk on a microbatch;
@@ -137,10 +142,9 @@ class StagePasses:
         """Run a model chunk's forward pass on the microbatch (of all replicas together) that starts at sequence `first`
         of a global batch that ends before `end`, in the data's `split`; return its output activations or loss. `flow`:
         the activations from the previous chunk."""
-        with self.communicator.clock.time_section("data"):
-            inputs = self.load_input_blocks(split, first, end, chunk)
-            self.ops.begin_pass(inputs)
-        residency = self._weights.residency
+        if not self.is_recording:
+            self.begin_chunk(chunk, split, first, end)
+        inputs, residency = self.ops.position.inputs, self._weights.residency
         if residency:
             residency.begin_pass(chunk.number)
         if chunk.units:
@@ -150,6 +154,16 @@ class StagePasses:
         if residency:
             residency.end_forward_pass(out)
         return out
+
+    @property
+    def is_recording(self) -> bool:
+        """Return True while a pass is recorded, for which its position is there, with its data."""
+        return self.recorder is not None and self.recorder.is_recording
+
+    def begin_chunk(self, chunk: Chunk, split: str, first: int, end: int) -> None:
+        """Load the data of a model chunk's forward pass into the present position; arguments as of `run_chunk`."""
+        with self.communicator.clock.time_section("data"):
+            self.ops.begin_pass(self.load_input_blocks(split, first, end, chunk))
 
     def load_input_blocks(self, split: str, first: int, end: int | None = None, chunk: Chunk | None = None) -> Blocks:
         """Load this rank's input blocks of the microbatch (of all replicas together) that starts at sequence `first` of

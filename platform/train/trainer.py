@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from platform.config.fields import Config, training_loss_name
-from platform.config.ramps import find_sequence_length, list_remaining_lengths, step_sample_range
+from platform.config.ramps import find_sequence_length, step_sample_range
 from platform.data.corpus import Corpus
 from platform.model.layers import Activations
 from platform.optimizer.learning_rate import learning_rate
@@ -30,11 +30,11 @@ from platform.plan.schedule import Action, Kind
 from platform.plan.scheme import lent_by_layer
 from platform.plan.simulate import StageRows
 from platform.plan.step_collectives import counts_at, grad_norm_slices
+from platform.predict.recorded_passes import list_recorded_microbatches, reason_against_graphs
 from platform.runtime import flat_buffers
 from platform.runtime.chunked_loss import PairLoss
 from platform.runtime.clock import ClockReading, SectionClock
 from platform.runtime.communicator import Communicator
-from platform.runtime.compilation import CompileTrial
 from platform.runtime.einsum import Deferred
 from platform.runtime.expert_rows import update_router_states
 from platform.runtime.parallel_ops import ActivationWatch, ParallelOps, PassPosition, gradient_squares, is_due
@@ -123,8 +123,8 @@ class Trainer:
         self.config, self.plan, self.communicator, self.corpus = config, plan, communicator, corpus
         self.settle: Callable[[], None] = lambda: None
         self.note_update: Callable[[], None] = lambda: None
-        self._compiles = config.train.compile == "on"  # the driver has settled auto
-        self._rank = build_rank(config, plan, communicator, fresh=fresh, compiles=self._compiles)
+        self.compiles = config.train.compile == "on"  # the driver has settled auto
+        self._rank = build_rank(config, plan, communicator, fresh=fresh, compiles=self.compiles)
         self.rows, self.stage, self.weights = rows, self._rank.stage, self._rank.weights
         self.optimizer = self._rank.optimizer
         self._counted = grad_norm_slices(self.stage, communicator.coordinates)
@@ -132,6 +132,7 @@ class Trainer:
         is_host = communicator.device.type == "cpu"  # which launches nothing
         self.updates_early = not is_host and not reason_against_early_update(config)
         self.runs_ahead = self.updates_early and not reason_against_passes_ahead(config, plan)
+        self.records = not reason_against_graphs(config, plan, communicator.device.type)
         self.loss_scale = LossScale(config.loss_scale.initial) if plan.precision == "fp16" else None
         self.aligned = config.monitor.timeline
         self.clock = communicator.clock = SectionClock(communicator.device, detailed=self.aligned)
@@ -145,7 +146,7 @@ class Trainer:
         if (passes := self._of_lengths.get(length)) is None:
             plan, rank = self.plan.plan_of_length(length), self._rank
             if plan is not self.plan:
-                rank = build_rank(self.config, plan, self.communicator, compiles=self._compiles, shared=rank)
+                rank = build_rank(self.config, plan, self.communicator, compiles=self.compiles, shared=rank)
             passes = self._of_lengths[length] = StagePasses(self.config, plan, rank, self.corpus)
         return passes
 
@@ -377,78 +378,74 @@ class Trainer:
         self._labels_ahead = labels
         weight = model.predict_ahead_weight / max(1, model.predict_ahead)
         self._factors_ahead = [weight * share / max(1, n) for n in self._labels_ahead]  # each loss is a mean
-        return self._run_passes(step, self._stage_actions(step), share, passes.build_pipeline), share
+        return self.run_passes(step, self.stage_actions(step), share, passes.build_pipeline), share
 
-    def _stage_actions(self, step: int) -> Sequence[Action]:
+    def stage_actions(self, step: int) -> Sequence[Action]:
         """Return the actions of this pipeline stage, in order, for the microbatches of training step `step`."""
         first, end = step_sample_range(self.config.train, step)
         return self.rows.row_of_step(-(-(end - first) // self.plan.sizes["batch"]))
 
-    def _run_passes(self, step: int, row: Sequence[Action], loss_divisor: float, pipeline_of: PipelineOf) -> Tensor:
+    def run_passes(self, step: int, row: Sequence[Action], loss_divisor: float, pipeline_of: PipelineOf) -> Tensor:
         """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
         accumulate this rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed
         loss (fp64 scalar). `loss_divisor`: the divisor of the global batch's loss; `pipeline_of`: constructor of the
         executor of the row."""
         passes, ops = self.passes, self.passes.ops
         first, end = (passes.pieces * n for n in step_sample_range(self.config.train, step))
-        total, batch = torch.zeros((), dtype=torch.float64, device=self.communicator.device), passes.batch
+        total, divisor, batch = (
+            passes.total.zero_(),
+            passes.divisor.fill_(loss_divisor / self._loss_factor),
+            passes.batch,
+        )
+        recorded = self._list_recorded_microbatches(row)
         is_unsplit = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if is_unsplit and a.kind is Kind.BACKWARD}
+        reduces_early = is_unsplit and not any(m in recorded for m in last.values())  # no collective is recorded
         ops.losses_ahead = {}
+
+        def enter_microbatch(m: int) -> None:
+            """Make microbatch `m` of the training step the one that passes compute."""
+            ops.position = PassPosition(self.config.seed, step, m * batch, ahead=self._factors_ahead)
+            if ops.watched:
+                ops.watched.sequences = max(0, end - first - m * batch)
 
         def forward(chunk: Chunk, m: int, flow: Activations, deferred: Deferred | None) -> Activations:
             """Run a model chunk's forward pass on microbatch `m` of the training step, adding up the loss, and return
             its output."""
-            ops.position = PassPosition(self.config.seed, step, m * batch, ahead=self._factors_ahead)
             ops.deferred = deferred
-            if ops.watched:
-                ops.watched.sequences = max(0, end - first - m * batch)
+            if not passes.is_recording:
+                enter_microbatch(m)
             out = passes.run_chunk(chunk, flow, "train", first + m * batch, end)
-            if last.get(chunk.number) == m:
+            if reduces_early and last.get(chunk.number) == m:
                 for y in out.values():
                     y.register_hook(lambda _: self.weights.note_last_backward(chunk.number))
             if "loss" in out:
                 total.add_(out["loss"].detach())
-                out = {"loss": out["loss"] / (loss_divisor / self._loss_factor)}
+                out = {"loss": out["loss"] / divisor}
             return out
 
         def note_backward(action: Action, done: int | None) -> None:
             """Note in the weights that a backward action has added its gradients; `done`: the chunk it ends."""
             self.weights.note_backward_end(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
-        self.weights.begin_step(reduces_early=is_unsplit)
+        def begin_recorded_pass(m: int) -> None:
+            """Load the data of microbatch `m` of the training step, which a recorded pass computes."""
+            enter_microbatch(m)
+            passes.begin_chunk(passes.stage.chunks[0], "train", first + m * batch, end)
+
+        self.weights.begin_step(reduces_early)
         pipeline = pipeline_of(forward, note_backward)
+        if recorded and passes.recorder:
+            pipeline.run_action = partial(passes.recorder.run_action, recorded, begin_recorded_pass)
         pipeline.run_row(row)
         self.peak_live = pipeline.peak_live
         return total
 
-    def rehearse_steps(self, step: int) -> str:
-        """Prepare training steps and evaluations from step `step` on, so that none of them waits for a compiler: run
-        the passes of one microbatch on this pipeline stage alone, all ranks together, and drop their results; once for
-        each length that sequences are going to have. Where any rank cannot compile something, none runs compiled from
-        now on, as replicas must round alike. Return what this rank cannot compile, and why, in a line; "" for nothing.
-        """
-        trial = CompileTrial()
-        passes_by_length = [self.passes_of_length(n) for n in list_remaining_lengths(self.config, step)]
-        row = [action for action in self._stage_actions(step) if not action.microbatch]
-        with self.communicator.suspend_counting():
-            for self.passes in passes_by_length:
-                ops, stage = self.passes.ops, self.passes.stage
-                compiler, ops.compiler = ops.compiler, trial
-                for ops.watched in (
-                    *([ActivationWatch(stage, self.communicator)] if self.config.monitor.layers else []),
-                    None,
-                ):
-                    self._run_passes(step, row, 1.0, self.passes.build_lone_stage)
-                    self.weights.finish_reductions()
-            if self.config.eval.every:
-                first, end = step_sample_range(self.config.train, step)
-                self.passes.evaluate_microbatch(self.rows.forward, "train", first, end, alone=True)
-        failed = self.communicator.is_true_anywhere(bool(trial.failed))
-        for passes in passes_by_length:
-            passes.ops.compiler = None if failed else compiler
-        self._compiles &= not failed
-        return next(iter(trial.failed), "")
+    def _list_recorded_microbatches(self, row: Sequence[Action]) -> Sequence[int]:
+        """Return the microbatches of a schedule's `row` whose passes are recorded, alike on all ranks."""
+        if not self.records or self.ops.watched:
+            return ()
+        return list_recorded_microbatches(self.stage, self.config.parallel.overlap, 1 + max(a.microbatch for a in row))
 
     @property
     def _loss_factor(self) -> float:

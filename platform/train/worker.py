@@ -45,6 +45,7 @@ from platform.train import replies
 from platform.train.faults import Fault
 from platform.train.gauges import GAUGES
 from platform.train.generator import TextGenerator
+from platform.train.rehearsal import rehearse_steps
 from platform.train.state_recovery import MemorySource, compare_replicas, is_divided
 from platform.train.step_report import ReportCombiner, add_unaccounted_seconds
 from platform.train.trainer import Trainer
@@ -179,7 +180,7 @@ class Worker(RecordingWorker):
     def rehearse_steps(self, step: int) -> str:
         """Prepare compiled code for steps from `step` on; return why this rank cannot, else "": see `Trainer`."""
         assert self.trainer
-        return self.trainer.rehearse_steps(step)
+        return rehearse_steps(self.trainer, step)
 
     def step(
         self, step: int, limit: float = inf, faults: list[Fault] | None = None

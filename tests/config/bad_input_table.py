@@ -92,6 +92,7 @@ optimzer.lr=5 | optimzer.lr=5: unknown key | optimizer.lr
 tensor.axis.t=2 | tensor.axis.t=2: unknown key | tensor.axes.t
 precision=fp9 | precision=fp9: unknown | fp8
 recompute=all | recompute=all: unknown | full
+train.graphs=always | train.graphs=always: unknown | auto
 recompute.offload=true | recompute.offload=true: unknown key | recompute_offload
 train.steps.a=1 | train.steps.a=1: unknown key | train.steps
 recompute_offload=true | recompute_offload=true: recompute=none keeps more than the inputs of blocks | false

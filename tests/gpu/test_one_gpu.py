@@ -12,6 +12,7 @@ from platform.plan.chunks import ADDS_WIDE
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints
 from platform.runtime.communicator import SingleRank
+from platform.train.rehearsal import rehearse_steps
 from tests.harness.oracle import (
     MODELS,
     Result,
@@ -74,6 +75,30 @@ def test_the_error_of_a_weight_s_gradient_does_not_grow_with_its_microbatches(pr
               f"{rounded[0]:.1e}, sum in 16 bits {few[1]:.1e} and {many[1]:.1e}")  # fmt: skip
     assert max(few[0], many[0]) < 5e-6
     assert many[1] > 2 * few[1] and many[1] > rounded[0] > 2 * many[0]
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "dropout"])
+def test_replayed_passes_compute_what_launched_ones_do(model, compiled):
+    """By CUDA's own graphs, in fp64, with evaluations between, which take other memory. No GPU has run this yet."""
+
+    def train(graphs: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        c = configure(microbatch=2, **{**MODELS, **MORE}[model])
+        c.train.graphs, c.train.compile, c.train.steps = graphs, compiled, 6
+        plan = make_plan(c)
+        trainer = trainer_of(c, plan, SingleRank(plan.mesh, "cuda"))
+        rehearse_steps(trainer, 1)
+        assert bool(trainer.passes.recorder) is (graphs == "on")
+        losses = []
+        for step in range(1, c.train.steps + 1):
+            losses.append(trainer.step(step, then=step + 1 if step in (2, 3) else 0).loss)
+            losses.append(validation_loss(trainer))
+        return losses, {n: w.detach().cpu() for n, w in trainer.weights.master.items()}
+
+    (losses, weights), (wanted, kept) = train("on"), train("off")
+    assert losses == pytest.approx(wanted, rel=1e-12)
+    for name, w in weights.items():
+        torch.testing.assert_close(w, kept[name], rtol=1e-10, atol=1e-12)
 
 
 def test_a_gradient_that_is_wrong_is_seen():

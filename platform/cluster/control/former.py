@@ -29,6 +29,7 @@ from platform.plan.simulate import StageRows, simulate, stage_rows
 from platform.plan.step_collectives import may_compile
 from platform.plan.whole_blocks import describe_blocks, reasons_against_whole_blocks
 from platform.predict.choose_schedule import build_schedules
+from platform.predict.recorded_passes import RECORDING, reason_against_graphs
 from platform.predict.tier_traffic import farthest_tiers
 from platform.train.state_recovery import Formation, MemorySource, find_source, take_seats
 from platform.weights.importing import open_initial_weights
@@ -134,7 +135,7 @@ class GenerationFormer:
         self._references.hand_over(crew, replanned.config, plan, step)
         self._teacher.hand_over(crew, step)
         self._formed = True
-        uncompiled = built[0].uncompiled or self._rehearse_step(crew, job, step + 1)
+        uncompiled = self._rehearse_step(crew, job, plan, step + 1, built[0].uncompiled)
         compiled = self._say_what_compiles(plan, job.device, uncompiled)
         self._journal.write(events.Running(step=step + 1, parameters_per_worker=built[0].parameters, **compiled))
         timeline = self._begin_timeline(job, schedules, of_stage)
@@ -241,12 +242,16 @@ class GenerationFormer:
         self._journal.write(events.Initialised(weights=weights.url, differences=notes, seconds=seconds))
         self._monitor.say("\n".join([f"weights  of {weights.url}", *(f"         {line}" for line in notes)]))
 
-    def _rehearse_step(self, crew: Crew, job: Job, step: int) -> str:
-        """Let all workers compile the model, before steps have a deadline; return which cannot and why, "" for none."""
-        if not may_compile(self._config.train.compile, job.device):
-            return ""
+    def _rehearse_step(self, crew: Crew, job: Job, plan: Plan, step: int, uncompiled: str) -> str:
+        """Let all workers compile the model, unless it stays `uncompiled`, and record its passes; return why not."""
+        unrecorded = reason_against_graphs(self._config, plan, job.device)
+        if job.device in RECORDING:
+            said = f"none: {unrecorded}" if unrecorded else "passes are recorded, but where a log says why not"
+            self._monitor.say(f"graphs   {said}")
+        if unrecorded and (uncompiled or not may_compile(self._config.train.compile, job.device)):
+            return uncompiled
         failed = ((rank, why) for rank, why in enumerate(crew.call_ranks(Worker.rehearse_steps, step)) if why)
-        return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), "")
+        return next((f"{job.rank_name(rank)} cannot compile {why}" for rank, why in failed), uncompiled)
 
     def _say_what_compiles(self, plan: Plan, device: str, uncompiled: str) -> dict[str, Any]:
         """Say which blocks are compiled whole, and why not others; return the fields of the journal's record."""

@@ -140,7 +140,7 @@ def test_the_labels_of_a_step_are_counted_while_the_device_works_on_another(ahea
         return lambda *args: calls.append(what) or function(*args)
 
     monkeypatch.setattr(trainer.corpus, "predicted", note("count", trainer.corpus.predicted))
-    monkeypatch.setattr(trainer, "_run_passes", note("passes", trainer._run_passes))
+    monkeypatch.setattr(trainer, "run_passes", note("passes", trainer.run_passes))
     if not ahead:
         monkeypatch.setattr(trainer, "_count_labels_ahead", lambda step: None)
     for step in (1, 2, c.train.steps):

@@ -1,0 +1,89 @@
+"""Rehearsal of training steps while a generation forms, when no step has a deadline: passes are compiled, and recorded
+as graphs of the device (train.graphs)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import inf
+
+import torch
+
+from platform.config.ramps import list_remaining_lengths, step_sample_range
+from platform.plan.schedule import Action
+from platform.predict.memory_budget import has_room_for_graphs
+from platform.runtime.compilation import CompileTrial
+from platform.runtime.parallel_ops import ActivationWatch
+from platform.train.pass_recorder import PassRecorder
+from platform.train.stage_passes import StagePasses
+from platform.train.trainer import Trainer
+
+DISTINCT = 3  # microbatches of a step: the first, the last, and those between
+
+
+def rehearse_steps(trainer: Trainer, step: int) -> str:
+    """Prepare training steps and evaluations of a rank from step `step` on, so that none of them waits for a compiler:
+    run the passes of one microbatch on its pipeline stage alone, all ranks together, and drop their results; once for
+    each length that sequences are going to have. Where any rank cannot compile something, none runs compiled from now
+    on, as replicas must round alike. Return what this rank cannot compile, and why, in a line; "" for nothing."""
+    passes_by_length = [trainer.passes_of_length(n) for n in list_remaining_lengths(trainer.config, step)]
+    with trainer.communicator.suspend_counting():
+        uncompiled = _compile_passes(trainer, step, passes_by_length) if trainer.compiles else ""
+        if trainer.records:
+            _record_passes(trainer, step, passes_by_length)
+    return uncompiled
+
+
+def _compile_passes(trainer: Trainer, step: int, passes_by_length: Sequence[StagePasses]) -> str:
+    """Prepare compiled functions for passes of all lengths; return as `rehearse_steps` does."""
+    trial, config = CompileTrial(), trainer.config
+    row = [action for action in trainer.stage_actions(step) if not action.microbatch]
+    for trainer.passes in passes_by_length:
+        ops, stage = trainer.passes.ops, trainer.passes.stage
+        compiler, ops.compiler = ops.compiler, trial
+        watches = [ActivationWatch(stage, trainer.communicator)] if config.monitor.layers else []
+        for ops.watched in (*watches, None):
+            _run_alone(trainer, step, row)
+            trainer.weights.finish_reductions()
+    if config.eval.every:
+        first, end = step_sample_range(config.train, step)
+        trainer.passes.evaluate_microbatch(trainer.rows.forward, "train", first, end, alone=True)
+    failed = trainer.communicator.is_true_anywhere(bool(trial.failed))
+    for passes in passes_by_length:
+        passes.ops.compiler = None if failed else compiler
+    trainer.compiles &= not failed
+    return next(iter(trial.failed), "")
+
+
+def _run_alone(trainer: Trainer, step: int, row: Sequence[Action]) -> None:
+    """Run passes of a `row` of training step `step` on this pipeline stage alone."""
+    trainer.run_passes(step, row, 1.0, trainer.passes.build_lone_stage)
+
+
+def _record_passes(trainer: Trainer, step: int, passes_by_length: Sequence[StagePasses]) -> None:
+    """Record passes of microbatches of all lengths, in memory of their own. Where that fails this rank computes them as
+    ever, or raises RuntimeError under train.graphs=on."""
+    asked, device = trainer.config.train.graphs, trainer.communicator.device
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else inf
+    if asked == "auto" and not has_room_for_graphs(trainer.config, trainer.plan, memory):
+        warnings.warn("train.graphs: memory has no room for recorded passes", stacklevel=1)
+        return
+    row = [a for a in trainer.rows.row_of_step(trainer.plan.microbatches) if a.microbatch < DISTINCT]
+    pool, flats = torch.cuda.graph_pool_handle(), trainer.weights.trained
+    for passes in passes_by_length:
+        trainer.passes = passes
+        _run_alone(trainer, step, [a for a in row if a.microbatch < 2])  # makes what all passes share, loads kernels
+        trainer.weights.finish_reductions()
+        passes.recorder = PassRecorder(trainer.communicator, passes.ops, flats, pool)
+        try:
+            with passes.recorder.record_new_passes():
+                _run_alone(trainer, step, row)
+        except Exception as error:
+            if asked == "on":
+                raise RuntimeError(f"train.graphs=on: {error}") from error
+            warnings.warn(f"train.graphs: passes are not recorded: {error}", stacklevel=1)
+            passes.recorder = None
+            for flat in flats:
+                flat.drop_sums()
+            _run_alone(trainer, step, row)
+        trainer.weights.finish_reductions()

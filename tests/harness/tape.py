@@ -1,0 +1,180 @@
+"""A double of torch.cuda.CUDAGraph on the CPU: it records every operation with the memory that it reads and writes, and
+replays them on the same memory.
+
+As on a GPU, what is recorded is not executed: what it writes to memory of others is undone. No graph holds memory of
+others: where it is gone, a replay fails. What a graph allocates is memory of its pool: other graphs of the pool, whose
+recording did not overlap its life, overwrite it. A read of the host fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from platform.predict import recorded_passes
+from tests.harness.launches import arguments
+
+READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # operations whose result the host needs
+NOW = count()  # of the recordings of this process, in operations
+
+
+@dataclass
+class Pooled:
+    """Memory that a graph has allocated, by the memory that stands for it in replays, and its life."""
+
+    weak: StorageWeakRef
+    memory: torch.UntypedStorage
+    born: float
+    died: float = inf  # before a recording, if it was gone at its begin
+
+
+@dataclass
+class Pool:
+    """What the graphs of a pool have allocated."""
+
+    storages: dict[int, Pooled] = field(default_factory=dict)  # by address, held so that no other gets it
+
+    def note_ends(self) -> None:
+        for pooled in self.storages.values():
+            if pooled.died == inf and pooled.weak.expired():
+                pooled.died = next(NOW)
+
+    def overwrite(self, begin: float, end: float) -> None:
+        """What has no life between two times is undefined when what was recorded there is replayed."""
+        for pooled in self.storages.values():
+            if pooled.died < begin or pooled.born > end:
+                torch.empty(0, dtype=torch.uint8).set_(pooled.memory).fill_(0xFF)  # NaN, or -1
+
+
+@dataclass
+class Place:
+    """A tensor by its place in memory."""
+
+    weak: StorageWeakRef | None
+    memory: torch.UntypedStorage | None = field(repr=False)
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @cached_property
+    def of_pool(self) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(self.memory, self.offset, self.shape, self.strides)
+
+    def tensor(self) -> Tensor:
+        if self.memory is not None:
+            return self.of_pool
+        assert self.weak and not self.weak.expired(), f"a graph reads or writes memory that is gone: {self}"
+        memory = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.shape, self.strides)
+
+
+class TapedGraph:
+    """torch.cuda.CUDAGraph. `replayed`: how often; `tape`: its operations."""
+
+    def __init__(self) -> None:
+        self.tape: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[tuple[int, Place]]]] = []
+        self.pool, self.begin, self.end, self.replayed = Pool(), inf, inf, 0
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        assert self.end < inf, "a graph is replayed when it is recorded"
+        self.replayed += 1
+        self.pool.overwrite(self.begin, self.end)
+        for function, args, kwargs, made in self.tape:
+            out = function(*resolve(args), **{name: resolve(x) for name, x in kwargs.items()})
+            for i, place in made:
+                place.tensor().copy_(tree_leaves(out)[i])
+
+
+def resolve(x: Any) -> Any:
+    """An argument with the tensors that are at its places."""
+    if isinstance(x, list | tuple):
+        return [resolve(y) for y in x]
+    return x.tensor() if isinstance(x, Place) else x
+
+
+class Recording(TorchDispatchMode):
+    """torch.cuda.graph: the context in which a graph is recorded."""
+
+    def __init__(self, graph: TapedGraph, pool: Pool | None = None, capture_error_mode: str = "global"):
+        super().__init__()
+        self._graph, self._pool = graph, pool or Pool()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory of others that is written, and what it held
+
+    def __enter__(self) -> Any:
+        self._pool.note_ends()
+        self._graph.pool, self._graph.begin = self._pool, next(NOW)
+        return super().__enter__()
+
+    def __exit__(self, *why: Any) -> None:
+        super().__exit__(*why)
+        self._graph.end = next(NOW)
+        for memory, before in self._before.values():
+            memory.copy_(before)
+        self._before.clear()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        if name in READS:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        if name == "lift_fresh":  # numbers of the host, which a kernel is given as they are
+            if args[0].dim():
+                raise RuntimeError("operation not permitted when stream is capturing: a copy from the host")
+            args, function = (), args[0].clone
+        asked, written = arguments(function, args, kwargs) if args else ({}, set())
+        for x in (x for n in written for x in tree_leaves(asked[n]) if isinstance(x, Tensor)):
+            self._keep(x)
+        recorded = tree_map_only(Tensor, self._place, (args, kwargs))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = function(*args, **kwargs)
+        made = []
+        for i, x in enumerate(tree_leaves(out)):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                storage = x.untyped_storage()
+                memory = torch.UntypedStorage(storage.nbytes())
+                self._pool.storages[storage._cdata] = Pooled(StorageWeakRef(storage), memory, next(NOW))
+                made.append((i, self._place(x)))
+        if made or written:
+            self._graph.tape.append((function, *recorded, made))
+        return out
+
+    def _place(self, x: Tensor) -> Place:
+        storage = x.untyped_storage()
+        pooled = self._pool.storages.get(storage._cdata)
+        where = (None, pooled.memory) if pooled else (StorageWeakRef(storage), None)
+        return Place(*where, x.dtype, tuple(x.shape), x.stride(), x.storage_offset())
+
+    def _keep(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage._cdata not in self._pool.storages and storage._cdata not in self._before:
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._before[storage._cdata] = memory, memory.clone()
+
+
+@contextmanager
+def recording(device: str = "cpu") -> Iterator[list[TapedGraph]]:
+    """Let this kind of device record graphs; the list has all that are made."""
+    graphs: list[TapedGraph] = []
+
+    def made() -> TapedGraph:
+        graphs.append(TapedGraph())
+        return graphs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded_passes, "RECORDING", {"cuda", device})
+        for name, value in {"CUDAGraph": made, "graph": Recording, "graph_pool_handle": Pool}.items():
+            patch.setattr(torch.cuda, name, value)
+        yield graphs

@@ -1,0 +1,356 @@
+"""Passes that are recorded once and replayed change no bit of a training, whatever differs between steps; on a double
+of a GPU's graphs, which has each operation and the memory that it reads and writes (tests/harness/tape.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from platform.boundary.refusals import ConfigError
+from platform.config.fields import Config
+from platform.config.groups import Train
+from platform.launch import compose_config
+from platform.predict import recorded_passes
+from platform.predict.make_plan import make_plan
+from platform.predict.memory_budget import has_room_for_graphs, predict_footprints
+from platform.runtime import compilation, residual
+from platform.runtime.communicator import SingleRank
+from platform.runtime.flat_buffers import FlatBucket
+from platform.runtime.parallel_ops import ParallelOps
+from platform.runtime.pipeline import StageFailed
+from platform.train.faults import Fault
+from platform.train.pass_recorder import PassRecorder
+from platform.train.rehearsal import rehearse_steps
+from platform.train.stage_passes import StagePasses
+from platform.train.trainer import Trainer
+from platform.train.training_state import RankTrainingState
+from tests.harness.card import KernelCounter, alone, shrunk
+from tests.harness.oracle import MODELS, configure, trainer_of, validation_loss
+from tests.harness.streams import ROOT
+from tests.harness.tape import recording
+from tests.harness.threads import run_threads
+
+SIZES = ("microbatch", "global_batch", "mlp_chunks")  # keys of `train` that `configure` has
+# name -> how many passes of a step are replayed on a rank, and the configuration
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole": (8, {"dropout": 0.1}),
+    "one microbatch": (2, {"microbatch": 8, **MODELS["llama"]}),
+    "compiled": (4, {"microbatch": 4, "dropout": 0.1, "compile": "on"}),
+    "labels that differ": (4, {"microbatch": 4, "layers": 1, **MODELS["bert"]}),
+    "encoder and decoder": (4, {"microbatch": 4, **MODELS["t5"], "layers": 1}),
+    "loss scale": (4, {"microbatch": 4, "precision": "fp16"}),
+    "bf16": (4, {"microbatch": 4, "precision": "bf16", **MODELS["gqa_tied"]}),
+    "recomputed": (4, {"microbatch": 4, "recompute": "full", "dropout": 0.1}),
+    "data": (2, {"data": 2, "dropout": 0.1}),
+    "zero 1": (4, {"data": 2, "zero": 1, "microbatch": 1, "dropout": 0.1}),
+    "zero 1, nothing beside": (4, {"data": 2, "zero": 1, "overlap": False}),
+    "longer and longer": (8, {"length_ramp": ["0:8", "3:16"], **MODELS["llama"]}),
+    "growing batch": (0, {"ramp_from": 2, "ramp_by": 2, "ramp_samples": 6}),
+    "adapters": (4, {"microbatch": 4, "tune": {"kind": "lora", "rank": 4, "dropout": 0.1}}),
+    "frozen": (4, {"microbatch": 4, "freeze": ["layers.0.*"], **MODELS["llama"]}),
+    "rows in parts": (4, {"microbatch": 4, "mlp_chunks": 2}),
+    "bytes of moments": (4, {"microbatch": 4, "precision": "bf16", "masters": "split", "moments": "int8"}),
+    "latent": (4, {"microbatch": 4, **MODELS["latent"]}),
+    "whole_bert": (4, {"microbatch": 4, **MODELS["whole_bert"]}),
+    "whole_t5": (4, {"microbatch": 4, **MODELS["whole_t5"]}),
+    "original": (4, {"microbatch": 4, **MODELS["original"]}),
+    "uneven": (2, {"data": 3, "microbatch": 1, "zero": 1}),
+}  # fmt: skip
+Step = tuple[int, dict[str, Any]]
+# a step that is skipped, one that is done again, one under a fault
+STEPS: list[Step] = [(1, {}), (2, {"limit": 0.5}), (2, {}), (3, {}), (4, {"fault": Fault(4, "nan", 0)}), (5, {})]
+EVALUATED = 3
+
+
+def configured(plan: str) -> Config:
+    settings = {"precision": "fp32", "layers": 2, "microbatch": 2, **PLANS[plan][1]}
+    of_train = {f.name: settings.pop(f.name) for f in fields(Train) if f.name in settings and f.name not in SIZES}
+    overlap, tune = settings.pop("overlap", True), settings.pop("tune", {})
+    of_optimizer = {name: settings.pop(name) for name in ("masters", "moments") if name in settings}
+    c = configure(**settings)
+    c.tune, c.optimizer = replace(c.tune, **tune), replace(c.optimizer, **of_optimizer)
+    c.parallel.overlap, c.train = overlap, replace(c.train, **of_train, graphs="on", ema=0.9, steps=len(STEPS))
+    return c
+
+
+def run(c: Config, records: bool, replays: list[int] | None = None) -> list[Any]:
+    """What each rank reports, and its state, after each step; and how many passes of each step were replayed."""
+    plan = make_plan(c)
+
+    def work(communicator):
+        trainer, seen = trainer_of(c, plan, communicator), []
+        trainer.weights.begin_averages()
+        trainer.updates_early = c.precision != "fp16"
+        if records:
+            rehearse_steps(trainer, 1)
+        state = RankTrainingState(trainer)
+        communicator.log = []
+        for number, (step, how) in enumerate(STEPS):
+            before = replayed(trainer)
+            ahead = STEPS[number + 1][0] if trainer.updates_early and number in (2, 3) else 0
+            report = trainer.step(step, then=ahead, **how)
+            if replays is not None and not ahead and number not in (3, 4):
+                replays.append(replayed(trainer) - before)
+            numbers = [report.loss, report.grad_norm, report.skipped, report.samples, report.comm_bytes]
+            blocks = {block.name: block.tensor.detach().clone() for block in state.live_blocks()}
+            numbers.append(communicator.log[:])
+            seen.append((str(numbers), validation_loss(trainer) if step == EVALUATED else 0.0, blocks))
+        return seen
+
+    return run_threads(plan.mesh, work) if plan.mesh.world_size > 1 else [work(SingleRank(plan.mesh))]
+
+
+def replayed(trainer: Trainer) -> int:
+    recorders = [passes.recorder for passes in trainer._of_lengths.values()]
+    return sum(graph.replayed for recorder in recorders if recorder for graph, _ in recorder._graphs.values())
+
+
+def differences(c: Config, replays: list[int] | None = None) -> list[str]:
+    found: list[str] = []
+    others = run(c, False)
+    with recording():
+        for ours, wanted in zip(run(c, True, replays), others, strict=True):
+            for (step, _), (numbers, loss, blocks), (right, other, kept) in zip(STEPS, ours, wanted, strict=True):
+                found += [f"step {step}: {numbers} {loss}, not {right} {other}"] * ((numbers, loss) != (right, other))
+                found += [f"step {step}: {name}" for name in blocks if not torch.equal(blocks[name], kept[name])]
+    return found
+
+
+FEW = ("zero 1", "labels that differ")
+
+
+@pytest.mark.parametrize("plan", [*FEW, *(pytest.param(p, marks=pytest.mark.full) for p in PLANS if p not in FEW)])
+def test_replayed_passes_change_nothing(plan, monkeypatch):
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")  # whose operations are torch's
+    replays: list[int] = []
+    assert differences(configured(plan), replays) == []
+    expected = {PLANS[plan][0]} if plan != "growing batch" else {2, 4, 6, 8}
+    assert set(replays) <= expected and replays
+
+
+def bake_keys(patch: pytest.MonkeyPatch) -> None:
+    """Starts of random numbers are made in a pass, of numbers of the host."""
+
+    def drawing(self, name, spec, device, kind="dropout", rate=None):
+        if made := draw(self, name, spec, device, kind, rate):
+            stream = self._find_random_stream(
+                (kind, name, next(n for k, m, n in self._drawings if (k, m) == (kind, name)))
+            )
+            return made._replace(start=residual.random_start(*stream, device))
+        return None
+
+    draw = ParallelOps.random_drawing
+    patch.setattr(ParallelOps, "random_drawing", drawing)
+
+
+def bake_divisors(patch: pytest.MonkeyPatch) -> None:
+    """Losses are divided by a number of the host."""
+    patch.setattr(StagePasses, "divisor", property(lambda self: Divisor(self), lambda self, x: None), raising=False)
+
+
+class Divisor:
+    """What a sum is divided by, in the host's memory."""
+
+    def __init__(self, passes: StagePasses):
+        self.value = 1.0
+
+    def fill_(self, value: float) -> float:
+        return value
+
+
+def move_inputs(patch: pytest.MonkeyPatch) -> None:
+    """The data of a microbatch lies at another address than that of the one that was recorded, which is freed."""
+    patch.setattr(PassRecorder, "_write_position", lambda self: None)
+
+
+def keep_inputs(patch: pytest.MonkeyPatch) -> None:
+    """The data of a microbatch lies at another address than that of the one that was recorded, which is still there."""
+
+    def write(self) -> None:
+        kept.append(self._ops.position)
+
+    kept: list[Any] = []
+    patch.setattr(PassRecorder, "_write_position", write)
+
+
+def move_sums(patch: pytest.MonkeyPatch) -> None:
+    """Sums of gradients lie where a pass has allocated them, and are freed at the end of a step."""
+    patch.setattr(FlatBucket, "keep_sums", lambda self: None)
+
+
+def forget_sums(patch: pytest.MonkeyPatch) -> None:
+    """Sums of gradients are kept, but for that the host does not know that they are there."""
+    patch.setattr(FlatBucket, "note_replayed_gradients", lambda self, names: self._gradient_sum_buffer())
+
+
+CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "keys of the host": ("whole", bake_keys),
+    "divisors of the host": ("labels that differ", bake_divisors),
+    "data elsewhere, memory freed": ("labels that differ", move_inputs),
+    "data elsewhere": ("labels that differ", keep_inputs),
+    "sums elsewhere": ("labels that differ", move_sums),
+    "sums that are not known": ("labels that differ", forget_sums),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.filterwarnings("ignore:train.graphs")
+def test_negative_control(control, monkeypatch):
+    plan, spoil = CONTROLS[control]
+    c = configured(plan)
+    c.train.graphs = "auto"
+    others = run(c, False)
+    spoil(monkeypatch)
+    with recording():
+        if control.endswith("freed"):
+            with pytest.raises(StageFailed, match="a graph reads or writes memory that is gone"):
+                run(c, True)
+        else:
+            assert str([seen[:2] for seen in run(c, True)[0]]) != str([seen[:2] for seen in others[0]])
+
+
+@pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: torch.tensor([1.0, 2.0])], ids=["to", "from"])
+def test_passes_that_cannot_be_recorded_are_computed(read, monkeypatch):
+    """Numbers stay equal where `auto` may record and a pass turns out to read or write the host; `on` fails."""
+
+    def watch(self, name, x, spec):
+        read(x.sum())
+        return x
+
+    monkeypatch.setattr(ParallelOps, "watch", watch)
+    c = configured("labels that differ")
+    c.train.graphs = "auto"
+    with pytest.warns(UserWarning, match="passes are not recorded.*operation not permitted when stream is capturing"):
+        assert differences(c) == []
+    c.train.graphs = "on"
+    with pytest.raises(RuntimeError, match="train.graphs=on: .*capturing"):
+        differences(c)
+
+
+def test_weights_that_are_loaded_are_read_by_recorded_passes():
+    """A load writes the memory that graphs read: a step behind it has the loss of the one that they are from."""
+    c = configured("labels that differ")
+    plan = make_plan(c)
+    losses = []
+    with recording():
+        for steps in (3, 0):
+            trainer = trainer_of(c, plan, SingleRank(plan.mesh))
+            rehearse_steps(trainer, 1)
+            for step in range(1, steps + 1):
+                trainer.step(step)
+            masters = trainer.weights.master
+            if steps:
+                kept = {name: w.detach().clone() for name, w in masters.items()}
+            else:
+                with torch.no_grad():
+                    for name, w in masters.items():
+                        w.copy_(kept[name])
+                trainer.weights.refresh_copies()
+            losses.append(trainer.step(4).loss)
+    assert losses[0] == losses[1]
+
+
+class Counted:
+    """torch.cuda.CUDAGraph and torch.cuda.graph on the card that is not there: counts launches."""
+
+    replays = 0
+
+    def __init__(self, *given: Any, **named: Any):
+        pass
+
+    def replay(self) -> None:
+        Counted.replays += 1
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *why: Any) -> None:
+        pass
+
+
+def test_a_replayed_microbatch_is_launched_by_few_calls(monkeypatch):
+    """On the card that is not there: a launch for each pass and one that writes its data, no read, and few calls of
+    our functions beside those that load data."""
+    c = shrunk(compose_config(["+experiment=one_gpu", "train.graphs=on", "cluster.device=cuda"]))
+    c.train.global_batch = 4 * c.train.microbatch
+    monkeypatch.setattr(recorded_passes, "RECORDING", {"card", "cuda"})
+    for name, value in {"CUDAGraph": Counted, "graph": Counted, "graph_pool_handle": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    reads: list[int] = []
+    with alone(c, 0, reads) as trainer:
+        rehearse_steps(trainer, 1)
+        reads.clear()
+        calls, run = [], PassRecorder.run_action
+
+        def counted(self, recorded, begin, action, compute):
+            def begun(m: int) -> None:
+                sys.setprofile(None)
+                begin(m)
+                sys.setprofile(note)
+
+            def note(frame, event, argument):
+                calls[-1] += event == "call" and frame.f_code.co_filename.startswith(str(ROOT))
+
+            calls.append(0)
+            sys.setprofile(note)
+            run(self, recorded, begun, action, compute)
+            sys.setprofile(None)
+
+        monkeypatch.setattr(PassRecorder, "run_action", counted)
+        before = Counted.replays
+        with KernelCounter(trainer.communicator) as counter:
+            trainer.step(1)
+    assert Counted.replays - before == len(calls) == 2 * 4
+    assert counter.sections["forward"].launched == counter.sections["backward"].launched == 0
+    assert len(reads) == 1
+    assert counter.sections["other"].kernels["_foreach_copy_"] <= 2 * 4
+    assert max(calls) <= 30
+
+
+REASONS: list[tuple[str, list[str]]] = [
+    ("train.graphs=off", ["train.graphs=off"]),
+    ("microbatches of a pipeline overlap", ["pipeline=1f1b", "pipeline.stages=2"]),
+    ("collectives of tensor axes", ["tensor=1d", "tensor.axes.t=2"]),
+    ("each microbatch's gradients are reduced", ["parallel.data=2", "parallel.zero=2"]),
+    ("ranks make weights of 4 bits", ["tune=qlora"]),
+    ("the host counts its experts' rows", ["model.experts=4"]),
+    ("the host reads where documents begin", ["data.document_mask=true"]),
+    ("attention's kernels draw", ["model.dropout=0.1", "model.fused_dropout=true"]),
+    ("its products are in 8 bits", ["precision=fp8"]),
+    ("further losses", ["model.predict_ahead=1"]),
+    ("activations go to host memory", ["recompute=full", "recompute_offload=true"]),
+    ("monitor.timeline", ["monitor.timeline=true"]),
+    ("collectives run beside all passes", ["parallel.data=2", "train.global_batch=2", "train.microbatch=1"]),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes"), REASONS)
+def test_where_no_pass_is_recorded_the_plan_says_why(reason, changes):
+    c = compose_config(["+experiment=one_gpu", "cluster.device=cuda", *changes])
+    assert reason in recorded_passes.reason_against_graphs(c, make_plan(c), "cuda")
+    if changes != ["train.graphs=off"]:
+        c.train.graphs = "on"
+        with pytest.raises(ConfigError, match="train.graphs=on: .*nearest legal: auto"):
+            make_plan(c)
+
+
+def test_memory_has_room_for_recorded_passes_and_for_all_else():
+    """Of a run without evaluations there is nothing else but an update; of one with them, passes once more."""
+    c = compose_config(["+experiment=one_gpu", "cluster.device=cuda", "eval.every=0"])
+    plan = make_plan(c)
+    (eager,) = predict_footprints(c, plan)
+    c.train.graphs = "on"
+    (alone,) = predict_footprints(c, plan)
+    c.eval.every = 10
+    (beside,) = predict_footprints(c, plan)
+    assert eager.recorded == 0 < beside.recorded == eager.activations + eager.working
+    assert alone.recorded < eager.activations / 100 and alone.gradients >= eager.gradients
+    c.train.graphs = "auto"
+    assert predict_footprints(c, plan) == [eager]
+    assert has_room_for_graphs(c, plan, beside.total_bytes)
+    assert not has_room_for_graphs(c, plan, beside.total_bytes - 1)
