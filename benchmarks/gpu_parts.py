@@ -190,8 +190,9 @@ def measure_model(name: str, beside: bool, pairs: int, place: Place) -> Figures:
 
 def measure_ours(trainer: Trainer, place: Place) -> Figures:
     """Measure the steps of a trainer that is warm: time, memory beside the plan's, the host's part, and kernels."""
-    device, plan = place.device, trainer.plan
-    planned = max(predict_footprints(trainer.config, plan), key=lambda footprint: footprint.total_bytes)
+    device, plan, recorder = place.device, trainer.plan, trainer.passes.recorder
+    train = replace(trainer.config.train, graphs="on" if recorder else "off")
+    planned = max(predict_footprints(replace(trainer.config, train=train), plan), key=lambda found: found.total_bytes)
     tensors = planned.total_bytes - planned.reserved
     at_once = 1 if place.tiny else STRETCH[device]
     if device == "cuda":
@@ -208,6 +209,11 @@ def measure_ours(trainer: Trainer, place: Place) -> Figures:
                "planned_over_allocated": round(tensors / allocated, 3)}  # fmt: skip
     yield {"host_ms": round(1e3 * statistics.median(seconds_until_read(trainer, k, device) for k in range(20, 25)), 3)}
     yield list_kernels(trainer.step, device)
+    if recorder:
+        trainer.passes.recorder = None
+        trainer.step(25)
+        yield {"without_graphs_ms": round(1e3 * timed(trainer.step, range(26, 26 + at_once), device), 3)}
+        trainer.passes.recorder = recorder
 
 
 def seconds_until_read(trainer: Trainer, step: int, device: str) -> float:
