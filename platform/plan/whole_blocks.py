@@ -70,7 +70,6 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
     ),
     ("ranks of a sub-grid alone compute a part of it", _Block.is_absent_somewhere),
     ("recompute=selective runs its attention again", lambda b: b.plan.recompute.kind == "selective"),
-    ("train.mlp_chunks computes its rows in parts", lambda b: b.plan.mlp_chunks > 1),
     (
         "its experts' rows, or its attention's pairs, are counted in each pass",
         _Block.counts_in_passes,
@@ -78,6 +77,13 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
     ("its products are in 8 bits", lambda b: any(group.is_scaled for o in b.operations for group in o.groups)),
     ("the kernels of several attentions draw its dropout masks", lambda b: b.drawing_kernels > 1),
 )
+
+
+def find_blocks_with_own_backward(plan: Plan) -> frozenset[str]:
+    """Return the names of a plan's blocks whose compiled backward pass is their operations' own, not torch's."""
+    is_own = may_hold_collectives(plan.mesh) or plan.mlp_chunks > 1
+    blocks = (block for chunk in plan.chunks for block in chunk.blocks)
+    return frozenset(name for name, keys in blocks if is_own or any(OPERATIONS[kind].sums_rows for kind, _ in keys))
 
 
 def reasons_against_whole_blocks(plan: Plan, device: str, dropout: float) -> dict[str, str]:

@@ -86,7 +86,7 @@ class ContenderGrid:
             self.hardware, base_precision(c.precision), c.model.layers, costs or ((1.0, False),), c.train.global_batch,
             count_stored_numbers(c) - (c.optimizer.masters == "split") / 2,
             count_offloaded_numbers(c) * (device_kind(c) == "cuda"), count_streamed_bytes(c), c.parallel.overlap,
-            may_compile(c.train.compile, "cuda") and c.train.mlp_chunks <= 1,
+            may_compile(c.train.compile, "cuda"),
             device_kind(c) == "cuda", read_bucket_size(c), [*NF4_UNITS][c.tune.double],
         )  # fmt: skip
 

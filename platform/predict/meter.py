@@ -382,7 +382,7 @@ class MemoryMeter(Ops):
             return self._enter_span(outputs)
         return self._count_recomputed(kind, function, spec, x, *more)
 
-    def _count_compiled_block(self, function: Callable[..., Value], *arguments: Value | None) -> Value:
+    def _count_compiled_block(self, function: Callable[..., Any], *arguments: Value | None) -> Any:
         """Count the memory of a block, `function`, that is compiled as one function, forward and backward: saved
         tensors are there until its backward pass ends, and so are all gradients. A third function makes the gradients
         of weights that a schedule defers."""
@@ -391,18 +391,18 @@ class MemoryMeter(Ops):
         self.deferred = None if left is None else of_weights
         self.tape, self.grad, self.wholly = MeterTape(), True, True
         out, tape = function(*arguments), self.tape
+        results: Sequence[Value] = out if isinstance(out, tuple) else (out,)
         (self.tape, self.grad, self.deferred), self.wholly = outside, False
 
         def backward(gs: Gradients, _: Saved) -> Gradients:
             """Count the memory of the block's backward pass; return the gradients of its arguments."""
-            (gradient,) = gs
-            gradients = {out.key: gradient} if gradient else {}
+            gradients: dict[GradientKey, MeteredStorage] = {y.key: g for y, g in zip(results, gs, strict=True) if g}
             self._count_block_gradients(partial(tape.run_backward, gradients))
             if left is not None:
                 left.append(partial(self._count_block_gradients, partial(_count_weight_gradients, of_weights)))
             return [gradients.get(x.key) for x in present]
 
-        self.note_operation([out], present, tuple(tape.distinct_saved_storages()), backward)
+        self.note_operation(results, present, tuple(tape.distinct_saved_storages()), backward)
         return out
 
     def _count_block_gradients(self, compute: Callable[[LeafGradients], None]) -> None:

@@ -40,6 +40,7 @@ from platform.runtime.statistics import (
     widen_dtype,
 )
 from platform.runtime.teacher_loss import VocabularyColumns, measure_divergences
+from platform.runtime.traced_collectives import read_again
 
 
 @dataclass(frozen=True)
@@ -594,8 +595,11 @@ class _TwoLayersByChunks(torch.autograd.Function):
         with ExitStack() as stack:
             adds = [stack.enter_context(open_gradient_adder(w)) for w in (*layer.inner, layer.outer)]
             dbs = [torch.zeros_like(b) for b in layer.inner_biases]
+            gradients = [gradient]
             for at in layer.row_chunks(x):
-                for db, g in zip(dbs, layer.compute_chunk_gradients(x[at], gradient[at], dx[at], adds), strict=False):
+                rows = read_again(x[at], gradients[0])
+                gradients = layer.compute_chunk_gradients(rows, gradient[at], dx[at], adds)
+                for db, g in zip(dbs, gradients, strict=False):
                     db += g.sum(0)
         for b, db in zip(layer.inner_biases, dbs, strict=True):
             add_local_gradient_sum(b, lambda dtype, db=db: db.to(dtype))

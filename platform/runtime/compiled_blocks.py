@@ -47,14 +47,16 @@ _is_tensor = partial(is_not, None)  # of an argument; called in C, as all that e
 @dataclass(frozen=True)
 class BlockFunctions:
     """A block's functions, to be compiled, of its arguments and of the tensors that it reads beside them (primals).
-    `forward(*primals)`: its activation, and the intermediate results that the backward pass needs, which cost no
-    further reads or writes. `backward(*primals[kept], *results, gradient)`: the gradients of all primals, None for one
-    without. `kept`: indices of the primals that the backward pass needs; `count`: number of the arguments."""
+    `forward(*primals)`: its `outputs`, and the intermediate results that the backward pass needs, which cost no further
+    reads or writes. `backward(*primals[kept], *results, *gradients)`: the gradients of all primals, None for one
+    without, by the gradients of the outputs. `kept`: indices of the primals that the backward pass needs; `count`:
+    number of the arguments."""
 
     forward: TracedFunction
     backward: TracedFunction
     kept: Sequence[int]
     count: int
+    outputs: int = 1
 
     @cached_property
     def apart(self) -> BackwardParts | None:
@@ -66,16 +68,16 @@ class BlockFunctions:
         """Return the block's forward pass as it is recomputed: intermediate results alone, and what they need."""
         graph = deepcopy(self.forward.graph)
         output: Any = graph.graph.output_node()
-        output.args = (tuple(output.args[0][1:]),)
+        output.args = (tuple(output.args[0][self.outputs :]),)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         return TracedFunction(graph, "block_forward_again")
 
     @cached_property
-    def output_shape(self) -> torch.Size:
-        """Return the shape of the block's output activation."""
+    def output_types(self) -> Sequence[tuple[torch.Size, torch.dtype]]:
+        """Return the shape and type of each output of the block."""
         output: Any = self.forward.graph.graph.output_node()
-        return output.args[0][0].meta["val"].shape
+        return [(y.meta["val"].shape, y.meta["val"].dtype) for y in output.args[0][: self.outputs]]
 
 
 class BackwardParts(NamedTuple):
@@ -92,9 +94,9 @@ class BackwardParts(NamedTuple):
 
 @dataclass
 class CompiledBlock:
-    """Compiled block: its `functions` compute its activation from arguments and `tensors`, leaves of autograd that it
-    reads beside them; `homes`: the bucket and parameters of each, None if it is no parameter. `reads`: keys of the
-    tensors that differ between passes, which it is called with behind its arguments."""
+    """Compiled block: its `functions` compute its outputs (activations, then integers) from arguments and `tensors`,
+    leaves of autograd that it reads beside them; `homes`: the bucket and parameters of each, None if it is no
+    parameter. `reads`: keys of the tensors that differ between passes, which it is called with behind its arguments."""
 
     functions: BlockFunctions
     tensors: Sequence[Tensor]
@@ -104,11 +106,12 @@ class CompiledBlock:
     is_recomputed: bool = False  # a pass with gradients is the second one, whose output no gradient needs
     _destinations: dict[tuple[int, ...], Sequence[Destination]] = field(default_factory=dict)
 
-    def __call__(self, region: Region, deferred: Deferred | None, *arguments: Tensor | None) -> Tensor:
-        """Return the block's output activation; gradients of its weights are left to `deferred` if that is a list."""
+    def __call__(self, region: Region, deferred: Deferred | None, *arguments: Tensor | None) -> Any:
+        """Return the block's output, or all; gradients of its weights are left to `deferred` if that is a list."""
         if torch.is_grad_enabled():
             return _Block.apply(self, region, deferred, *arguments)
-        return self.call(region, self.functions.forward, *filter(_is_tensor, arguments), *self.tensors)[0]
+        results = self.call(region, self.functions.forward, *filter(_is_tensor, arguments), *self.tensors)
+        return results[0] if self.functions.outputs == 1 else tuple(results[: self.functions.outputs])
 
     def call(self, region: Region, function: TracedFunction, *tensors: Tensor | None) -> Any:
         """Call one of the block's functions, compiled by `region`; its collectives are the communicator's."""
@@ -154,29 +157,37 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, block: CompiledBlock, region: Region, deferred: Deferred | None, *arguments: Tensor | None):
-        """Compute a compiled block's output activation; save the tensors that its backward pass needs."""
+        """Compute a compiled block's outputs; save the tensors that its backward pass needs."""
         primals: tuple[Any, ...] = (*filter(_is_tensor, arguments), *block.tensors)
         functions = block.functions
         if block.is_recomputed:
             results = block.call(region, functions.again, *primals)
-            out = primals[0].new_empty(functions.output_shape)
+            outputs = [primals[0].new_empty(shape, dtype=dtype) for shape, dtype in functions.output_types]
         else:
-            out, *results = block.call(region, functions.forward, *primals)
+            results = block.call(region, functions.forward, *primals)
+            outputs, results = results[: functions.outputs], results[functions.outputs :]
         ctx.saved = [*map(primals.__getitem__, functions.kept), *results]
         ctx.block, ctx.region, ctx.deferred, ctx.given = block, region, deferred, [*map(_is_tensor, arguments)]
-        return out
+        if functions.outputs == 1:
+            return outputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         """Compute the gradients of a compiled block: return its arguments', and add its parameters' to their buckets'
         sums, or leave them for later (zero bubble)."""
-        saved, block, count = (*ctx.saved, gradient), ctx.block, sum(ctx.given)
+        block, count = ctx.block, sum(ctx.given)
+        of_outputs: Sequence[Tensor] = gradients
+        if len(gradients) > 1:
+            of_outputs = _take_float_gradients(gradients, block.functions.output_types)
+        saved = (*ctx.saved, *of_outputs)
         del ctx.saved
         apart = None if ctx.deferred is None else block.functions.apart
         if apart is None:
-            gradients = block.call(ctx.region, block.functions.backward, *saved)
-            early: Mapping[int, Tensor] = dict(enumerate(gradients))
+            early: Mapping[int, Tensor] = dict(enumerate(block.call(ctx.region, block.functions.backward, *saved)))
         else:
             results = block.call(ctx.region, apart.input_gradients, *saved)
             early = dict(zip(apart.early, results, strict=False))
@@ -188,6 +199,19 @@ class _Block(torch.autograd.Function):
         for is_present in ctx.given:
             out.append(early.get(next(left)) if is_present else None)
         return None, None, None, *out
+
+
+def _take_float_gradients(
+    gradients: Sequence[Tensor | None], output_types: Sequence[tuple[torch.Size, torch.dtype]]
+) -> Sequence[Tensor]:
+    """Return the gradients of those outputs of a block that are no integers: zeros for one that nothing reads."""
+    device = next(g.device for g in gradients if g is not None)
+    pairs = zip(gradients, output_types, strict=True)
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if g is None else g
+        for g, (shape, dtype) in pairs
+        if dtype.is_floating_point
+    ]
 
 
 @torch.no_grad()
@@ -237,13 +261,13 @@ def compile_block(
 
 
 def _take_present(
-    function: Callable[..., Tensor], arguments: Sequence[Tensor | None]
-) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    function: Callable[..., Any], arguments: Sequence[Tensor | None]
+) -> tuple[Callable[..., Any], list[Tensor]]:
     """Return a block's `function` as one of the arguments alone that are not None, and these, as autograd's leaves."""
     present = {i: x for i, x in enumerate(arguments) if x is not None}
 
-    def run_present(*activations: Tensor) -> Tensor:
-        """Return the block's output activation, given only the arguments that are not None."""
+    def run_present(*activations: Tensor) -> Any:
+        """Return what the block returns, given only the arguments that are not None."""
         every: list[Any] = [None] * len(arguments)
         for i, x in zip(present, activations, strict=True):
             every[i] = x
@@ -253,55 +277,61 @@ def _take_present(
     return run_present, [x.detach().requires_grad_() for x in present.values()]
 
 
-def compile_block_with_collectives(
+def compile_block_with_own_backward(
     communicator: Communicator,
     parameters: Sequence[Tensor],
-    function: Callable[..., Tensor],
+    function: Callable[..., Sequence[Tensor]],
     arguments: Sequence[Tensor | None],
     list_tensors_beside: Callable[[], Mapping[int, tuple | None]],
     deferred: Deferred | None = None,
 ) -> CompiledBlock | None:
     """Trace a block of the model as `compile_block` does, with collectives of `communicator` in it and with its own
-    backward pass, whose order is so the uncompiled block's. `parameters`: the model's. `deferred`: a list, to which the
-    backward pass leaves weight gradients, if they come later."""
+    backward pass, whose order is so the uncompiled block's; `function` returns several outputs, activations first.
+    `parameters`: the model's. `deferred`: a list, to which the backward pass leaves weight gradients, if they come
+    later."""
     run_present, activations = _take_present(function, arguments)
     buckets = {home[0] for w in parameters if (home := find_bucket_of_leaf(w))}
-    trained, homes = [w for w in parameters if w.requires_grad], list[Home | None]()
+    trained, homes, count = [w for w in parameters if w.requires_grad], list[Home | None](), len(activations)
 
-    def compute_gradients(*activations_and_gradient: Tensor) -> list[Tensor | None]:
-        """Return the block's output activation, then the gradients of its arguments and of its parameters."""
-        *inputs, gradient = activations_and_gradient
+    def compute_gradients(*activations_and_gradients: Tensor) -> list[Tensor | None]:
+        """Return the block's outputs, then the gradients of its arguments and of its parameters."""
+        inputs, of_outputs = activations_and_gradients[:count], activations_and_gradients[count:]
         trace.last = inputs[0]
-        out = run_present(*inputs)
-        trace.last = gradient
-        gradients = torch.autograd.grad(out, [*inputs, *trained], gradient, allow_unused=True)
-        # results of the last collectives may be of use to no gradient
-        border = trace.last = torch.ops.platform.border(trace.last)
+        outputs = run_present(*inputs)
+        trace.last, differentiable = of_outputs[0], [y for y in outputs if y.is_floating_point()]
+        gradients = torch.autograd.grad(differentiable, [*inputs, *trained], of_outputs, allow_unused=True)
+        ends = []
+        if trace.launches or deferred is not None:
+            # results of the last collectives may be of use to no gradient; what is not deferred belongs before it
+            trace.last = torch.ops.platform.border(trace.last, [g for _, g in traced] if deferred is not None else [])
+            ends.append(trace.last)
         for compute_weight_gradients in deferred or ():
             compute_weight_gradients()
+        ends += [trace.last] if ends else []
         of_leaves = zip(map(find_bucket_of_copies, trained), gradients[len(inputs) :], strict=True)
         totals: dict[Home, Tensor] = {}
         for home, g in (*traced, *of_leaves):
             if home and g is not None:
                 totals[home] = totals[home].flatten() + g.flatten() if home in totals else g
-        homes.extend([*totals, None, None])
-        return [out, *gradients[: len(inputs)], *totals.values(), border, trace.last]
+        homes.extend([*totals, *[None] * len(ends)])
+        return [*outputs, *gradients[:count], *totals.values(), *ends]
 
     with torch.enable_grad(), _trace_collectives(communicator, buckets, activations[0]) as (trace, traced):
-        gradient = torch.zeros_like(run_present(*activations).detach())  # and makes what is alike in all passes
-        graph = _remove_detaches(make_fx(compute_gradients)(*activations, gradient))
+        outputs = run_present(*activations)  # and makes what is alike in all passes
+        tangents = [torch.zeros_like(y.detach()) for y in outputs if y.is_floating_point()]
+        graph = _remove_detaches(make_fx(compute_gradients)(*activations, *tangents))
     known = list_tensors_beside()
     tensors = _lift_tensors_to_arguments(graph, lambda t: known.get(id(t)) is None)
     if any(find_bucket_of_copies(t) is None and id(t) not in known for t in tensors):
         return None
     reads = [key for t in tensors if (key := known.get(id(t)))]
     leaves = [t.detach() for t in tensors]
-    is_vector = *[False] * (len(activations) + len(reads)), *map(_is_vector, homes)
-    wrapped = _TracedGraph(graph, [*activations, gradient, *leaves])
-    functions = _partition_graph(graph.code, is_vector, len(activations), len(reads), wrapped)
+    is_vector = *[False] * (count + len(reads)), *map(_is_vector, homes)
+    wrapped, sizes = _TracedGraph(graph, [*activations, *tangents, *leaves]), (count, len(reads), len(outputs))
+    functions = _partition_graph(graph.code, is_vector, *sizes, len(tangents), wrapped)
     if deferred is not None:
         _ = functions.apart
-    return CompiledBlock(functions, leaves[len(reads) :], homes, reads, communicator)
+    return CompiledBlock(functions, leaves[len(reads) :], homes, reads, communicator if trace.launches else None)
 
 
 def _is_vector(home: Home | None) -> bool:
@@ -329,9 +359,10 @@ def _trace_collectives(
 
 @cache
 def _partition_graph(
-    code: str, is_vector: Sequence[bool], count: int, reads: int, traced: _TracedGraph
+    code: str, is_vector: Sequence[bool], count: int, reads: int, outputs: int, tangents: int, traced: _TracedGraph
 ) -> BlockFunctions:
-    """Split a block's traced forward and backward pass by torch's partitioner; cached as `_split_graph`."""
+    """Split a block's traced forward and backward pass by torch's partitioner; cached as `_split_graph`. `tangents`:
+    number of the gradients of its `outputs`, behind its `count` arguments."""
     graph, tensors = traced.take_graph()
     aot, inductor = import_module("functorch.compile"), import_module("torch._inductor.decomposition")
     # torch's stand-ins for kernels may lay their results out otherwise than these do
@@ -343,17 +374,17 @@ def _partition_graph(
         joint = make_fx(functional, inductor.select_decomp_table(), "fake")(*(t.detach() for t in tensors))
     places = joint.graph.find_nodes(op="placeholder")
     for i, place in enumerate(places):
-        place._rename(f"tangents_{i}" if i == count else f"primals_{i}")
+        place._rename(f"tangents_{i}" if count <= i < count + tangents else f"primals_{i}")
         place.target = place.name
     output: Any = joint.graph.output_node()
-    out, *gradients = output.args[0]
-    output.args = ((out, *gradients[:count], *[None] * reads, *gradients[count:]),)
+    results, border = output.args[0], outputs + count
+    output.args = ((*results[:border], *[None] * reads, *results[border:]),)
     joint.recompile()
-    forward, backward = aot.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=1)
-    kept = _keep_primals(forward, backward)
+    forward, backward = aot.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=outputs)
+    kept = _keep_primals(forward, backward, outputs)
     _keep_vector_gradients_wide(backward, is_vector)
     functions = TracedFunction(forward, "block_forward"), TracedFunction(backward, "block_backward")
-    return BlockFunctions(*functions, kept=kept, count=count + reads)
+    return BlockFunctions(*functions, kept=kept, count=count + reads, outputs=outputs)
 
 
 class _TracedGraph:
@@ -408,7 +439,7 @@ def _split_graph(code: str, trained: Sequence[bool], count: int, traced: _Traced
     kept = _keep_primals(graphs["forward"], graphs["backward"])
     _keep_vector_gradients_wide(graphs["backward"], [x.dim() < 2 and x.is_floating_point() for x in primals])
     functions = {name: TracedFunction(graph, f"block_{name}") for name, graph in graphs.items()}
-    return BlockFunctions(**functions, kept=kept, count=count)
+    return BlockFunctions(functions["forward"], functions["backward"], kept, count)
 
 
 def _take_weight_gradients_apart(backward: GraphModule, count: int) -> BackwardParts | None:

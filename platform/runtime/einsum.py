@@ -32,6 +32,7 @@ from platform.runtime.statistics import (
     compute_and_add_gradient,
     widen_dtype,
 )
+from platform.runtime.traced_collectives import read_again
 
 Deferred = list[Callable[[], None]]  # each computes and accumulates gradients of parameters when called
 Tensors = Sequence[Any]  # or None, for one that is no leaf
@@ -213,7 +214,7 @@ def _compute_operand_gradients(
     the result); of the others, the `needs_gradient` ones are returned."""
     count, multiply = len(group.einsums), ScaledEinsums(communicator)
     pending: list[PendingConversion | None] = []
-    read = widen_dtype(x) if group.has_wide_dtype else x
+    read = widen_dtype(read_again(x, gradients[0])) if group.has_wide_dtype else x
     straight = not any(e.operand.backward for e in group.einsums)
     together = AdjacentParameters.find_if_adjacent(leaves[:count]) if expert_groups and straight else None
     if expert_groups and together:

@@ -28,13 +28,13 @@ from platform.plan.operations.registry import Ops
 from platform.plan.plan import Plan
 from platform.plan.rule import Conversion
 from platform.plan.step_collectives import counts_at, counts_gradient
-from platform.plan.whole_blocks import may_hold_collectives, reasons_against_whole_blocks
+from platform.plan.whole_blocks import find_blocks_with_own_backward, reasons_against_whole_blocks
 from platform.runtime import conversion as conversions
 from platform.runtime import kernels, residual
 from platform.runtime.chunked_loss import LossClasses, LossOfPairs, PairLoss, Targets, TokenLoss
 from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import CompileTrial, compile_region, select_attention_kernel
-from platform.runtime.compiled_blocks import CompiledBlock, compile_block, compile_block_with_collectives
+from platform.runtime.compiled_blocks import CompiledBlock, compile_block, compile_block_with_own_backward
 from platform.runtime.conversion import PendingConversion, convert
 from platform.runtime.einsum import Deferred
 from platform.runtime.flat_buffers import sum_squares
@@ -61,10 +61,12 @@ class PassPosition:
 
 class TracedBlock(NamedTuple):
     """Block of the model that is compiled as one function; `draws`: the attentions, with the type of their queries,
-    whose kernels draw dropout masks in it."""
+    whose kernels draw dropout masks in it; `routes`: layers of which its last outputs say how many tokens chose each
+    expert, with the axes that split them."""
 
     compiled: CompiledBlock
     draws: Sequence[tuple[str, Spec]]
+    routes: Sequence[tuple[str, Sequence[str]]]
 
 
 def _find_input(name: str, use: tuple[str, str], p: PassPosition) -> Tensor:
@@ -125,7 +127,9 @@ class ParallelOps(Ops):
         # of random numbers so far: kind and name of the operation, and elements of a sequence
         self._drawings: dict[tuple[str, str, int], None] = {}
         self._draws: dict[tuple[str, Spec], None] = {}  # of the block that is traced, see `TracedBlock`
+        self._routes: dict[tuple[str, Sequence[str]], Tensor] = {}
         self._reasons_against_whole = reasons_against_whole_blocks(plan, communicator.device.type, dropout)
+        self._own_backward = find_blocks_with_own_backward(plan)
         tensors_of = (t for o in plan.operations.values() for t in (*o.operation.inputs, *o.operation.outputs))
         # activation -> (offset, extent) per dim of this rank's block
         self.blocks = {t: plan.locate_block(t, communicator.coordinates) for t in tensors_of if isinstance(t, Spec)}
@@ -186,34 +190,49 @@ class ParallelOps(Ops):
             outside, trace = self.deferred, compile_block
             deferred: Deferred | None = None if outside is None else []  # weight gradients, which are in the trace
             self.deferred = None
-            if may_hold_collectives(self.communicator.mesh):
-                trace = partial(compile_block_with_collectives, self.communicator, list(self.tensors.values()))
-                self.deferred = deferred
+            traced_function = function
+            if name in self._own_backward:
+                trace = partial(compile_block_with_own_backward, self.communicator, list(self.tensors.values()))
+                self.deferred, traced_function = deferred, partial(self._list_outputs, function)
             if isinstance(compiler, CompileTrial):
                 trace = compiler.wrap_with_fallback(f"block {name}", trace, lambda *_: None)
-            self.compiler, self.is_tracing, self._draws = None, True, {}
-            compiled = trace(function, arguments, self._list_tensors_beside_blocks, deferred)
+            self.compiler, self.is_tracing, self._draws, self._routes = None, True, {}, {}
+            compiled = trace(traced_function, arguments, self._list_tensors_beside_blocks, deferred)
             self.compiler, self.is_tracing, self.deferred = compiler, False, outside
             if compiled and compiled.communicator:  # whose collectives are then as few as planned
                 compiled.is_recomputed = self.recompute.kind == "full"
-            self._blocks[key] = TracedBlock(compiled, tuple(self._draws)) if compiled else None
+            self._blocks[key] = TracedBlock(compiled, tuple(self._draws), tuple(self._routes)) if compiled else None
         block = self._blocks[key]
         if not block:
             return function
-        if block.compiled.reads or block.draws:
+        if block.compiled.reads or block.draws or block.routes:
             return partial(self._run_block_of_pass, block, compiler)
         return partial(block.compiled, compiler, self.deferred)
 
-    def _run_block_of_pass(self, block: TracedBlock, compiler: Region, *arguments: Tensor | None) -> Tensor:
-        """Run a compiled block that reads tensors of this pass, or whose attention's kernel draws dropout masks."""
+    def _list_outputs(self, function: Callable[..., Any], *arguments: Tensor | None) -> Sequence[Tensor]:
+        """Return the activations that a traced block, `function`, returns, then what its routers have counted."""
+        self._routes.clear()
+        out = function(*arguments)
+        return *(out if isinstance(out, tuple) else (out,)), *self._routes.values()
+
+    def _run_block_of_pass(self, block: TracedBlock, compiler: Region, *arguments: Tensor | None) -> Any:
+        """Run a compiled block that reads tensors of this pass, whose attention's kernel draws dropout masks, or whose
+        routers count; return its activation, or several."""
         reads = [self.tensor_of_pass(key, self._made_for_pass[key]) for key in block.compiled.reads]
         with self.use_dropout_key(*block.draws[0], self.communicator.device) if block.draws else nullcontext():
-            return block.compiled(compiler, self.deferred, *arguments, *reads)
+            out = block.compiled(compiler, self.deferred, *arguments, *reads)
+        if not block.routes:
+            return out
+        activations, counts = out[: -len(block.routes)], out[-len(block.routes) :]
+        for route, counted in zip(block.routes, counts, strict=True):
+            self.count_routed(route[0], counted, route[1])
+        return activations if len(activations) > 1 else activations[0]
 
     def _list_tensors_beside_blocks(self) -> dict[int, tuple | None]:
         """Return by id the tensors that blocks read beside activations and parameters: the key of `tensor_of_pass`,
-        and no key if all passes share them (angles of rotary embedding, masks, counters of random numbers)."""
+        and no key if all passes share them (angles of rotary embedding, masks, counters of random numbers, states)."""
         shared = (*self._masks.values(), *chain.from_iterable((*self.angles.values(), *self._counters.values())))
+        shared += tuple(self.tensors[p.name] for o in self.plan.operations.values() for p in o.operation.states)
         keys: dict[int, tuple | None] = dict.fromkeys(map(id, shared))
         for name, readers in self.position.inputs.items():
             for use, block in readers.items():
@@ -248,7 +267,11 @@ class ParallelOps(Ops):
         return run_recomputed(self.communicator, function, restore_pass_state, axes, elements, self.offload, x, *more)
 
     def count_routed(self, name: str, counts: Tensor, axes: Sequence[str]) -> None:
-        """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`."""
+        """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`; those
+        of a block that is traced are outputs of it."""
+        if self.is_tracing:
+            self._routes[name, axes] = counts
+            return
         first_pass = self.position.training and not self.ahead.again
         if first_pass and counts_at(self.communicator.coordinates, axes):
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts

@@ -98,8 +98,11 @@ class _GatedSilu(torch.autograd.Function):
     def backward(ctx, gradient):
         """Return the gradients of the gate and of x."""
         gate, x = ctx.saved_tensors
-        of_gate = gradient * x
-        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        of_gate, silu = gradient * x, torch.ops.aten.silu_backward
+        if get_proxy_mode() is None:
+            silu.grad_input(of_gate, gate, grad_input=of_gate)
+        else:  # a traced block has no memory to write to
+            of_gate = silu(of_gate, gate)
         return of_gate, F.silu(gate).mul_(gradient)
 
 

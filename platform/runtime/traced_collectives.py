@@ -2,6 +2,7 @@
 
 A graph names no communicator: who runs it says whose collectives it launches, so that generations share it; while one
 is traced or compiled, nothing is sent. Each operator reads the result of the one before it, so their order stays.
+`read_again` is for what a backward pass computes again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from platform.plan.layout import Parts
 from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, RelayoutStep
@@ -24,7 +26,8 @@ _LIBRARY.define(
     "int[] parts, int[] joined_parts) -> Tensor"
 )
 _LIBRARY.define("wait(Tensor x, Tensor after, int number, int[] shape) -> Tensor")
-_LIBRARY.define("border(Tensor after) -> Tensor")
+_LIBRARY.define("border(Tensor after, Tensor[] before) -> Tensor")
+_LIBRARY.define("copy_after(Tensor x, Tensor after) -> Tensor")
 
 
 class _Running(threading.local):
@@ -67,17 +70,29 @@ def _launch(x, after, number, op, axes, dim, joined, reduce, root, parts, joined
 
 def _wait(x, after, number, shape):
     """Wait for the collective `number` of the running block, which read x; return its result, of this shape."""
-    return _RUNNING.handles.pop(number).wait().contiguous() if _RUNNING.communicator else x.new_empty(shape)
+    # zeros where nothing is sent: weights of experts by which no token goes beyond their slots
+    return _RUNNING.handles.pop(number).wait().contiguous() if _RUNNING.communicator else x.new_zeros(shape)
 
 
-def _border(after):
-    """Return a tensor of no content, which what a block launches behind a border comes after."""
+def _border(after, before):
+    """Return a tensor of no content between what a block computes early, `before`, and what it launches later."""
     return after.new_empty(1, dtype=torch.uint8)
 
 
-for _name, _function in (("launch", _launch), ("wait", _wait), ("border", _border)):
+def _copy_after(x, after):
+    """Return a copy of x, which is made after the tensor `after`."""
+    return x.clone()
+
+
+for _name, _function in (("launch", _launch), ("wait", _wait), ("border", _border), ("copy_after", _copy_after)):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"platform::{_name}", _function, lib=_LIBRARY)
+
+
+def read_again(x: Tensor, after: Tensor) -> Tensor:
+    """Return x, of which a backward pass computes again what its forward pass has, behind the tensor `after`."""
+    # in new memory where a block is traced: the compiler would take both results for one, and keep it
+    return x if get_proxy_mode() is None else torch.ops.platform.copy_after(x, after)
 
 
 def launches_collectives(graph: GraphModule) -> bool:
@@ -92,17 +107,17 @@ def _build_block_parts(room_and_extents: Sequence[int]) -> Parts:
 
 class CollectiveTrace:
     """Trace of the collectives of a block of the rank of `communicator`: records their operators, one after the other.
-    `last`: the result of the last one, or the tensor that all of them come after."""
+    `last`: the result of the last one, or the tensor that all of them come after; `launches`: their number."""
 
     def __init__(self, communicator: Communicator, first: Tensor):
         """Begin the trace of a block's collectives, all of which come after the tensor `first`."""
-        self._communicator, self.last, self._count = communicator, first, 0
+        self._communicator, self.last, self.launches = communicator, first, 0
 
     def launch(
         self, x: Tensor, step: RelayoutStep, reduce: str, root: int, *parts_of_dims: Parts | None
     ) -> _TracedHandle:
         """Record the launch of the collective of a `step` on x; the others are parameters of `Communicator.launch`."""
-        number, self._count = self._count, self._count + 1
+        number, self.launches = self.launches, self.launches + 1
         shape = self._result_shape(step, x.shape, root, *parts_of_dims)
         cuts = [[parts.room, *parts.extents] if parts else [] for parts in parts_of_dims]
         options = (step.op, "+".join(step.axes), step.dim, step.dim_joined, reduce, root, *cuts)

@@ -369,7 +369,8 @@ PATHS = {
     "blocks, recomputed": (["recompute=full"], 35, 70),
     "blocks with dropout": (["model.dropout=0.1"], 35, 35),
     "blocks with adapters": (["tune=lora"], 35, 35),
-    "functions": (["train.mlp_chunks=2"], None, None),
+    "blocks in chunks": (["train.mlp_chunks=2"], 35, 35),
+    "functions": (["model.experts=4", "model.capacity_factor=0"], None, None),
     "weight gradients apart": (["pipeline=zb_h1", "pipeline.stages=2", "train.global_batch=64"], 35, 70),
     "eager": (["train.compile=off"], None, None),
 }

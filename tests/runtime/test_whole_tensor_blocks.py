@@ -27,13 +27,13 @@ def fast(monkeypatch):
 @pytest.fixture
 def made(monkeypatch):
     """What became of every block that was traced."""
-    traced, trace = [], parallel_ops.compile_block_with_collectives
+    traced, trace = [], parallel_ops.compile_block_with_own_backward
 
     def keep(*arguments):
         traced.append(trace(*arguments))
         return traced[-1]
 
-    monkeypatch.setattr(parallel_ops, "compile_block_with_collectives", keep)
+    monkeypatch.setattr(parallel_ops, "compile_block_with_own_backward", keep)
     return traced
 
 
@@ -167,12 +167,12 @@ def test_negative_control_collectives_that_no_gradient_needs(monkeypatch):
     """The last sums of a backward pass by SUMMA bring nothing to ranks that own none: they must not be left out."""
     partition = compiled_blocks._partition_graph.__wrapped__
 
-    def forget_last(code, is_vector, count, reads, traced):
-        graph = traced._found[0]
+    def forget_last(code, *how):
+        graph = how[-1]._found[0]
         output = graph.graph.output_node()
         output.args = ([*output.args[0][:-2], None, None],)
         graph.recompile()
-        return partition(code, is_vector, count, reads, traced)
+        return partition(code, *how)
 
     class Unordered(traced_collectives._TracedHandle):
         def __init__(self, trace, *arguments):

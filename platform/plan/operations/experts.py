@@ -42,7 +42,6 @@ class RouteOp(Op):
     """
 
     wide = "inputs", "outputs"
-    is_traceable = False  # it counts
 
     def record_operation(self, ops, name, scores, spec, tokens, router, states=()):
         if (spec.dims, spec.dtype) != ((*TOKENS, "experts"), "accumulate"):
@@ -209,6 +208,7 @@ class DispatchRowsOp(Op):
     wide = ("inputs",)
     open = {"outputs": "gradient"}
     moves_rows = True
+    is_traceable = False  # it counts rows
     memory_accesses = (2, 1)  # of rows: copied from tokens; their gradients are read, to be summed
 
     def accesses_of_both_passes(self, operation, operations):
@@ -277,6 +277,7 @@ class CombineRowsOp(Op):
     wide = ("inputs",)
     open = {"inputs": "value"}
     moves_rows = True
+    is_traceable = False
     memory_accesses = (1, 2)  # of rows: read, to be summed; read again for the weights, and their gradients written
 
     def accesses_of_both_passes(self, operation, operations):
@@ -385,6 +386,7 @@ class DispatchOp(BlockOp):
 
     wide = ("inputs",)
     open = {"outputs": "gradient"}
+    sums_rows = True
 
     def record_operation(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check_slot_types(name, spec, out)
@@ -431,6 +433,7 @@ class CombineOp(BlockOp):
 
     wide = ("inputs",)
     open = {"inputs": "value"}
+    sums_rows = True
 
     def record_operation(self, ops, name, y, spec, weights, of_weights, out, chosen):
         _check_slot_types(name, out, spec)

@@ -50,6 +50,7 @@ class Op:
     needs_no_value = False  # True: its gradients depend on no value of its inputs
     is_loss = False  # True: it ends the forward pass
     is_traceable = True  # False: a block with it is not compiled as one function
+    sums_rows = False  # True: its gradients are sums of rows by index, in an order that torch would not keep
     keys_input = -1  # of an attention: which of its inputs has the dims of the keys that queries see
     chooses_kernel = False  # True: one kernel computes a whole attention, named by the attribute `kernel`
     moves_rows = False  # True: it sends as many rows of experts as their routing says

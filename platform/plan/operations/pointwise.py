@@ -328,14 +328,15 @@ class MlpOp(Op):
         before, ops.grad = ops.grad, False
         _meter_hidden_rows(ops, function, len(inner), piece)
         ops.grad = before
-        keys, size = [p.name for p in (*inner, down)], x.elements
+        size, weights = x.elements, {p.name: prod(ops.plan.local_shape(p)) for p in (*inner, down)}
         vectors = {p.name: prod(ops.plan.local_shape(p)) for p in (*biases, *added)}
 
         def meter_backward(_: Gradients, __: Saved) -> Gradients:
             """Count the gradients of the rows, and for a chunk the hidden rows and their gradients."""
             dx, before = ops.new(size), ops.tape
-            for key in keys:
-                ops.adds_in_place(key)
+            for name, n in weights.items():
+                if not ops.adds_in_place(name):
+                    ops.leaves.setdefault(name, ops.new(n))
             ops.tape = MeterTape()
             h = _meter_hidden_rows(ops, function, len(inner), piece)
             tape, ops.tape = ops.tape, before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from platform.predict.footprint import measure_passes
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
 from platform.predict.meter import MemoryMeter
-from platform.runtime import compiled_blocks, parallel_ops
+from platform.runtime import chunked_loss, compiled_blocks, einsum, parallel_ops
 from platform.runtime.communicator import SingleRank
-from platform.runtime.compiled_blocks import CompiledBlock, compile_block
+from platform.runtime.compiled_blocks import CompiledBlock, compile_block, compile_block_with_own_backward
 from tests.harness.card import alone, shrunk
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import MODELS, configure, trainer_of
@@ -42,7 +43,7 @@ def configured(preset: str, *more: str):
         compose_config(["+experiment=one_gpu", f"model={preset}", "train.microbatch=1", "monitor.sample=0",
                         "train.compile=on", "cluster.device=cuda", *more])
     )  # fmt: skip
-    c.model.layers = 1
+    c.model.layers, c.model.predict_ahead = 1, 0
     return c
 
 
@@ -50,13 +51,14 @@ def traced_blocks(c) -> list[CompiledBlock | None]:
     """What becomes of the blocks that a step on a GPU would trace."""
     traced: list[CompiledBlock | None] = []
 
-    def trace(*arguments):
-        traced.append(compile_block(*arguments))
+    def trace(compile_one, *arguments):
+        traced.append(compile_one(*arguments))
         return traced[-1]
 
     compiled_blocks._split_graph.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_ops, "compile_block", trace)
+        for compile_one in (compile_block, compile_block_with_own_backward):
+            patch.setattr(parallel_ops, compile_one.__name__, partial(trace, compile_one))
         patch.setattr(parallel_ops, "compile_region", lambda function: function)
         with alone(c, 0, []) as trainer, OneAttention():
             trainer.step(1)
@@ -81,9 +83,9 @@ def kept_bytes(*blocks: CompiledBlock | None) -> int:
     storages = []
     for block in filter(None, blocks):
         forward = block.functions.forward.graph.graph
-        arguments, (_, *results) = forward.find_nodes(op="placeholder"), forward.output_node().args[0]
+        arguments, results = forward.find_nodes(op="placeholder"), forward.output_node().args[0]
         count = len(arguments) - len(block.tensors)
-        values = [*results, *(arguments[i] for i in block.functions.kept if i < count)]
+        values = [*results[block.functions.outputs :], *(arguments[i] for i in block.functions.kept if i < count)]
         storages += [value.meta["val"].untyped_storage() for value in values]  # of which views share one
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -153,6 +155,36 @@ def test_weight_gradients_left_for_later_keep_what_the_meter_says(preset):
     assert metered_bytes(c, "blocks", pending=True) == pytest.approx(pending_bytes(*traced_blocks(c)), rel=0.02)
 
 
+CAPACITY, CHUNKS = "model.capacity_factor=1.25", "train.mlp_chunks=4"
+OWN = [
+    ("mixtral_8x7b", CAPACITY),
+    ("llama_8b", CHUNKS),
+    *((name, CAPACITY) for name in sorted(EXPERTS - {"mixtral_8x7b", "gpt_oss_20b", "gpt_oss_120b"})),
+    ("gpt2_124m", CHUNKS),
+    ("deepseek_v2_lite", CAPACITY, CHUNKS),
+    ("gpt2_124m", CHUNKS, "model.dropout=0.1"),
+]
+
+
+@pytest.mark.parametrize("how", [pytest.param(h, marks=pytest.mark.full if i > 1 else ()) for i, h in enumerate(OWN)])
+def test_of_its_own_backward_pass_a_block_keeps_what_the_meter_says(how):
+    """Experts keep their slots, or the rows that tokens have there, which are fewer, and not what their router reads in
+    the type of statistics; chunks no hidden rows."""
+    c = configured(*how)
+    c.model.dense_layers = []
+    blocks = traced_blocks(c)
+    assert all(blocks) and -0.02 < metered_bytes(c, "blocks") / kept_bytes(*blocks) - 1 < 0.06
+
+
+@pytest.mark.parametrize("how", OWN[:2])
+def test_negative_control_rows_that_are_not_read_again(how, monkeypatch):
+    """The compiler then keeps what a backward pass computes from them again."""
+    for module in (chunked_loss, einsum):
+        monkeypatch.setattr(module, "read_again", lambda x, after: x)
+    c = configured(*how)
+    assert metered_bytes(c, "blocks") < 0.98 * kept_bytes(*traced_blocks(c))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("activation", ["relu", "reglu", "silu", "geglu", "swiglu_clamped"])
 def test_so_it_is_of_every_activation(activation):
@@ -163,12 +195,13 @@ def test_so_it_is_of_every_activation(activation):
 
 
 @pytest.mark.parametrize("preset", presets(EXPERTS))
-def test_blocks_of_experts_are_not_one_function(preset):
+def test_blocks_of_experts_without_a_capacity_are_not_one_function(preset):
     """And the plan knows it, block by block."""
     c = configured(preset)
     c.model.layers = 2
     reasons = reasons_against_whole_blocks(make_plan(c), "cuda", c.model.dropout)
-    assert list(map(bool, reasons.values())) == [has_experts(c.model, i) for i in range(2)]
+    rows = not c.model.capacity_factor
+    assert list(map(bool, reasons.values())) == [rows and has_experts(c.model, i) for i in range(2)]
     assert len(traced_blocks(c)) == list(reasons.values()).count("")
 
 
