@@ -4,24 +4,37 @@ in fp64, what routers count included, launched as the blocks that are run functi
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.harness.oracle import MODELS, examine, run
+from platform.runtime import compilation, compiled_blocks
+from platform.runtime.communicator import CollectiveHandle
+from tests.harness.oracle import MODELS, compare, examine, run, serial
 from tests.runtime.oracle.test_experts import KINDS
-from tests.runtime.test_compiled_block import APART
-from tests.runtime.test_whole_tensor_blocks import CUBE, GATHERED, MEGATRON, ONE, SEQUENCE, SUMMA, compiling, fast, made
+from tests.runtime.test_compiled_block import APART, of_a_layer
+from tests.runtime.test_whole_tensor_blocks import (
+    CUBE,
+    GATHERED,
+    MEGATRON,
+    ONE,
+    SEQUENCE,
+    SUMMA,
+    calls_of_a_layer,
+    compiling,
+    fast,
+    made,
+    without_waits,
+)
 
 __all__ = ["fast", "made"]
 
 SHARED, LLAMA = MODELS["experts"], MODELS["llama"]
 REPLICAS = {"data": 2, "microbatch": 2}
 OF_TWO = {**SHARED, **REPLICAS, "experts_of": 2}
-ALONE = {
-    "shared": {**SHARED, **ONE},
-    "weight gradients apart": {**SHARED, **APART},
-    "in chunks": {"mlp_chunks": 5, **ONE},
-}
+ALONE = {"shared in chunks": {**SHARED, "mlp_chunks": 3, **ONE}}
 MORE = {
-    **{kind: KINDS[kind] for kind in KINDS if kind not in ("all tokens", "gpt_oss")},
+    "weight gradients apart": {**SHARED, **APART},
+    "in chunks": {"mlp_chunks": 5},
+    **{kind: KINDS[kind] for kind in KINDS if kind not in ("all tokens", "gpt_oss", "whole")},
     "recomputed": {**SHARED, "recompute": "full"},
     "two recomputed together": {**SHARED, "recompute": "full", "every": 2},
     "documents, dropout": {**SHARED, **MODELS["packed_gpt"], "dropout": 0.2},
@@ -34,8 +47,7 @@ MORE = {
     "in chunks, weight gradients apart": {"mlp_chunks": 3, **APART},
     "in chunks, data 2, zero 3": {"mlp_chunks": 3, **REPLICAS, "zero": 3},
     "in chunks, dropout": {"mlp_chunks": 3, "dropout": 0.2},
-    "in chunks, documents, padding": {"mlp_chunks": 3, **MODELS["bert"]},
-    "shared in chunks": {**SHARED, "mlp_chunks": 3},
+    "in chunks, padding": {"mlp_chunks": 3, **MODELS["bert"]},
 }
 TOGETHER = {"experts of two": {**OF_TWO, **ONE}}
 MORE_TOGETHER = {
@@ -57,10 +69,15 @@ MORE_TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", [*ALONE, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
-def test_blocks_of_one_rank_compute_the_same(name, made):
+def alone(name: str):
     c = compiling(**(ALONE | MORE)[name])
     c.train.compile_collectives = False
+    return c
+
+
+@pytest.mark.parametrize("name", [*ALONE, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_blocks_of_one_rank_compute_the_same(name, made):
+    c = alone(name)
     plan, results = run(c)
     assert all(made) and any(block.communicator is None for block in made)
     examine(c, plan, results)
@@ -76,3 +93,76 @@ def test_ranks_exchange_the_same(name, made):
     c.train.compile = "off"
     for whole, by_function in zip(results, run(c)[1], strict=True):
         assert whole.log == by_function.log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["shared in chunks", "biased", "experts of two"])
+def test_kernels_of_the_compiler_compute_the_same(name, monkeypatch):
+    monkeypatch.undo()  # of `fast`
+    c = compiling(**(ALONE | MORE | TOGETHER)[name])
+    examine(c, *run(c))
+
+
+@pytest.mark.full
+def test_negative_control_tokens_losses_without_a_gradient(monkeypatch):
+    """The second result of a block counts too."""
+    take = compiled_blocks._take_float_gradients
+    monkeypatch.setattr(
+        compiled_blocks, "_take_float_gradients", lambda *how: [g * (i == 0) for i, g in enumerate(take(*how))]
+    )
+    c = alone("shared in chunks")
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(c, *run(c), serial(c))
+
+
+@pytest.mark.full
+def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
+    """Slots that are read before they have come are other tokens'."""
+    monkeypatch.setattr(CollectiveHandle, "wait", without_waits())
+    c = compiling(**TOGETHER["experts of two"])
+    with pytest.raises(Exception):  # noqa: B017  (numbers that differ, or none)
+        compare(c, *run(c), serial(c))
+
+
+@pytest.mark.full
+def test_negative_control_routers_that_count_twice(made, monkeypatch):
+    """What they count is a result of the block, and not of its trace."""
+    forward = compiled_blocks.CompiledBlock.__call__
+
+    def count_twice(block, *arguments):
+        out = forward(block, *arguments)
+        return tuple(y if y.is_floating_point() else 2 * y for y in out)
+
+    monkeypatch.setattr(compiled_blocks.CompiledBlock, "__call__", count_twice)
+    c = alone("shared in chunks")
+    with pytest.raises(AssertionError, match="tokens of experts"):
+        compare(c, *run(c), serial(c))
+
+
+@pytest.mark.parametrize(
+    ("more", "most"),
+    [(SHARED, 50), pytest.param({"mlp_chunks": 4}, 40, marks=pytest.mark.full)],
+    ids=["experts", "in chunks"],
+)
+def test_python_calls_of_a_layer(more, most, monkeypatch):
+    """Those of a block of one rank, which hands over what its routers count."""
+    monkeypatch.undo()  # of `fast`
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+    for known in (compilation.compile_region, compiled_blocks._partition_graph):  # of another backend
+        known.cache_clear()
+    assert of_a_layer("gpt", every=False, **more) <= most
+
+
+def test_python_calls_of_a_layer_whose_experts_ranks_share():
+    """With two exchanges in each pass."""
+    assert calls_of_a_layer({**SHARED, "data": 2, "experts_of": 2}) <= 130
+
+
+def test_chunks_of_hidden_rows_are_computed_again(made):
+    """The compiled forward pass hands none over, and the backward pass has a product more for each chunk."""
+    run(compiling(mlp_chunks=4, d_ff=72, **ONE))
+    functions = made[-1].functions
+    hidden = [tuple(y.meta["val"].shape) for y in functions.forward.graph.graph.output_node().args[0]]
+    products = functions.backward.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+    assert not [shape for shape in hidden if 72 in shape]
+    assert len([p for p in products if 72 in p.meta["val"].shape]) >= 4

@@ -148,16 +148,21 @@ def test_a_graph_names_no_communicator(made):
         assert all(not isinstance(value, Communicator) for node in launches for value in node.args)
 
 
-def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
-    """A block that reads what a collective has not yet brought computes other numbers."""
+def without_waits():
+    """A wait of collectives that reads in a block what they have not yet brought."""
     wait = CollectiveHandle.wait
 
     def finish_in_blocks(handle):
         inside = traced_collectives._RUNNING.communicator
         return handle._finish().clone() if inside else wait(handle)
 
+    return finish_in_blocks
+
+
+def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
+    """A block that reads what a collective has not yet brought computes other numbers."""
     c = compiling(**MEGATRON)
-    monkeypatch.setattr(CollectiveHandle, "wait", finish_in_blocks)
+    monkeypatch.setattr(CollectiveHandle, "wait", without_waits())
     with pytest.raises(Exception):  # noqa: B017  (numbers that differ, or none)
         compare(c, *run(c), serial(c))
 
@@ -203,17 +208,23 @@ class Alone(Communicator):
     all_gather_texts = collect_numbers = broadcast_text = transfer = exchange = None
 
 
-@pytest.mark.parametrize(("plan", "most"), [(MEGATRON, 105), (GATHERED, 430)], ids=["1d", "2d_gather"])
-def test_python_calls_of_a_layer(plan, most):
-    """Those of a block, and of what launches and waits for its 4 or 24 collectives."""
+def calls_of_a_layer(plan) -> int:
+    """Calls of Python functions of the platform, of a layer and microbatch more."""
     counted = {}
     for layers, microbatches in product((1, 2), (1, 2)):
-        c = compiling(**{**plan, "layers": layers, "global_batch": 2 * microbatches, "microbatch": 2})
+        sequences = {"global_batch": 2 * microbatches * plan.get("data", 1), "microbatch": 2}
+        c = compiling(**{**plan, "layers": layers, **sequences})
         trainer = trainer_of(c, whole := make_plan(c), Alone(whole.mesh, 0))
         for step in (1, 2):
             trainer.step(step)
         counted[layers, microbatches] = calls_of(lambda trainer=trainer: trainer.step(3), every=False)
-    each = counted[2, 2] - counted[2, 1] - counted[1, 2] + counted[1, 1]
+    return counted[2, 2] - counted[2, 1] - counted[1, 2] + counted[1, 1]
+
+
+@pytest.mark.parametrize(("plan", "most"), [(MEGATRON, 105), (GATHERED, 430)], ids=["1d", "2d_gather"])
+def test_python_calls_of_a_layer(plan, most):
+    """Those of a block, and of what launches and waits for its 4 or 24 collectives."""
+    each = calls_of_a_layer(plan)
     print(f"{each} calls")
     assert each <= most
 

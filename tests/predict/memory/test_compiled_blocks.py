@@ -234,21 +234,30 @@ COUNTED = {
     "latent, bf16": {**LATENT, "precision": "bf16"},
     "functions of T5, bf16": {**MODELS["t5"], "length": 64, "source_length": 64, "precision": "bf16"},
     "functions with dropout": {"dropout": 0.1, "length": 64},
-    "functions of experts": {**MODELS["llama"], **MODELS["experts"], "expert_d_ff": 128, "layers": 2, "length": 64},
+    "experts": {**MODELS["llama"], **MODELS["experts"], "expert_d_ff": 128, "layers": 2, "length": 64},
+    "functions of experts": {
+        **MODELS["llama"],
+        **MODELS["experts"],
+        "expert_d_ff": 128,
+        "layers": 2,
+        "length": 64,
+        "capacity_factor": 0.0,
+    },
+    "in chunks": {**MODELS["llama"], "d_ff": 512, "mlp_chunks": 8},
 }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_is_needed_is_what_compiled_code_allocates(name):
-    """Of a step beside parameters and optimizer, by torch, with kernels of its compiler, which
-    uses some memory again that the meter counts twice."""
+    """Of a step beside parameters and optimizer, by torch, with kernels of its compiler, which uses some memory again
+    that the meter counts twice, and writes sums over chunks anew."""
     c = configure(**{"precision": "fp32", **SMALL, **COUNTED[name]})
     c.train.compile = "on"
     plan = make_plan(c)
     [planned] = predict_footprints(c, plan)
     step = planned.total_bytes - planned.parameters - planned.optimizer
-    assert -0.05 < (step - allocated(c, plan)) / planned.total_bytes < 0.1
+    assert (-0.1 if plan.mlp_chunks > 1 else -0.05) < (step - allocated(c, plan)) / planned.total_bytes < 0.1
 
 
 def allocated(c, plan) -> int:
