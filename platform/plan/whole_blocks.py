@@ -74,14 +74,13 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
         "its experts' rows, or its attention's pairs, are counted in each pass",
         _Block.counts_in_passes,
     ),
-    ("its products are in 8 bits", lambda b: any(group.is_scaled for o in b.operations for group in o.groups)),
     ("the kernels of several attentions draw its dropout masks", lambda b: b.drawing_kernels > 1),
 )
 
 
 def find_blocks_with_own_backward(plan: Plan) -> frozenset[str]:
     """Return the names of a plan's blocks whose compiled backward pass is their operations' own, not torch's."""
-    is_own = may_hold_collectives(plan.mesh) or plan.mlp_chunks > 1
+    is_own = may_hold_collectives(plan.mesh) or plan.mlp_chunks > 1 or plan.has_scaled_products
     blocks = (block for chunk in plan.chunks for block in chunk.blocks)
     return frozenset(name for name, keys in blocks if is_own or any(OPERATIONS[kind].sums_rows for kind, _ in keys))
 

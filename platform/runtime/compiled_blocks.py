@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from platform.runtime.communicator import Communicator
 from platform.runtime.compilation import TracedFunction
@@ -41,6 +42,8 @@ Home = tuple[FlatBucket, tuple[str, ...]]  # bucket of compute copies, and the p
 # the same order, number of elements of each)
 Destination = tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+# where what follows an operand is a result, or other ranks'
+_NEVER_ROUNDED = {*_PRODUCTS, torch.ops.aten._scaled_mm.default, torch.ops.platform.launch.default}
 _is_tensor = partial(is_not, None)  # of an argument; called in C, as all that each block and microbatch costs the host
 
 
@@ -379,12 +382,27 @@ def _partition_graph(
     output: Any = joint.graph.output_node()
     results, border = output.args[0], outputs + count
     output.args = ((*results[:border], *[None] * reads, *results[border:]),)
+    _mark_rounded_operands(joint)
     joint.recompile()
     forward, backward = aot.min_cut_rematerialization_partition(joint, (), num_fwd_outputs=outputs)
     kept = _keep_primals(forward, backward, outputs)
     _keep_vector_gradients_wide(backward, is_vector)
     functions = TracedFunction(forward, "block_forward"), TracedFunction(backward, "block_backward")
     return BlockFunctions(*functions, kept=kept, count=count + reads, outputs=outputs)
+
+
+def _mark_rounded_operands(joint: GraphModule) -> None:
+    """Mark what rounds operands of products to 8 bits as made again in a block's backward pass, which keeps the
+    operands: the numbers that they stand for would take as much of each product, and those of weights besides."""
+    rounded = set[Node]()
+    for node in joint.graph.nodes:
+        follows = node.target is torch.ops.platform.operand.default or not rounded.isdisjoint(node.all_input_nodes)
+        if follows and node.target not in _NEVER_ROUNDED:
+            rounded.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.platform.operand.default):
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
 
 
 class _TracedGraph:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from platform.plan.operation_plan import Einsum
 from platform.plan.quantisation import (
@@ -32,6 +33,7 @@ from platform.runtime.statistics import max_over_ranks, widen_dtype
 
 FORMS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST_EXPONENT, MOST_EXPONENT = -127, 127  # of a scale that is a power of two, which e8m0 holds
+MANTISSA, EXPONENT_OF_ONE = 52, 1023  # bits of a number in fp64; how it stores the exponent 0
 KERNEL_SIDE = 16  # by which the kernel wants the sides of its matrices to divide
 
 Dims = tuple[str, ...]
@@ -83,8 +85,9 @@ def choose_factors(maxima: Tensor, largest: float, powers: bool) -> Tensor:
     wide = maxima.double()
     if not powers:
         return (largest / wide.clamp(min=LEAST_MAXIMUM)).float()
-    _, exponent = torch.frexp(largest / wide)
-    exponent = torch.where(wide > 0, exponent - 1, MOST_EXPONENT).clamp(LEAST_EXPONENT, MOST_EXPONENT)
+    # by its bits: what torch's compiler makes of frexp on a CPU is no C++
+    exponent = ((largest / wide).view(torch.int64) >> MANTISSA) - EXPONENT_OF_ONE
+    exponent = torch.where(wide > 0, exponent, MOST_EXPONENT).clamp(LEAST_EXPONENT, MOST_EXPONENT)
     factors = torch.ldexp(torch.ones_like(wide), exponent).float()
     return factors.masked_fill(~wide.isfinite(), torch.nan)
 
@@ -209,7 +212,8 @@ class ScaledEinsums:
         how, role, axes = scaled.how, ROLES[product][number], scaled.axes_of_maximum(product, number)
         key = id(x), shared, contracted
         if key not in self._operands:
-            matrices, tile = arrange_as_matrices(x, dims, shared, contracted, how), how.tiles[role == "weight"]
+            operand = x if get_proxy_mode() is None else torch.ops.platform.operand(x)
+            matrices, tile = arrange_as_matrices(operand, dims, shared, contracted, how), how.tiles[role == "weight"]
             maxima = max_over_ranks(self._communicator, find_tile_maxima(matrices, tile), axes)
             form = how.gradients if role == "gradient" else "e4m3"
             self._operands[key] = x, quantise_matrices(matrices, tile, form, how.powers, maxima)

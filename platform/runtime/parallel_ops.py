@@ -169,11 +169,14 @@ class ParallelOps(Ops):
         return x
 
     def recomputed(self, kind, name, function, spec, x, *more):
-        if kind == "full":
-            function = self._compile_block(name, function, x, *more)
-        if kind == "full" and self.residency:
-            return self.residency.run_block(lambda x: self._run_recomputed(kind, function, spec, x, *more), x)
-        return self._run_recomputed(kind, function, spec, x, *more)
+        if kind != "full":
+            return self._run_recomputed(kind, function, spec, x, *more)
+
+        def run_block(x: Tensor) -> Any:
+            """Run the block on x; it is traced first, where its weights are whole."""
+            return self._run_recomputed(kind, self._compile_block(name, function, x, *more), spec, x, *more)
+
+        return self.residency.run_block(run_block, x) if self.residency else run_block(x)
 
     def _compile_block(self, name: str, function: Callable[..., Any], *arguments: Tensor | None) -> Callable[..., Any]:
         """Return `function`, the model's block that starts at the layer `name`, compiled as one function of its

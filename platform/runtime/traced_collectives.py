@@ -8,7 +8,7 @@ is traced or compiled, nothing is sent. Each operator reads the result of the on
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define("wait(Tensor x, Tensor after, int number, int[] shape) -> Tensor")
 _LIBRARY.define("border(Tensor after, Tensor[] before) -> Tensor")
+_LIBRARY.define("operand(Tensor x) -> Tensor")
 _LIBRARY.define("copy_after(Tensor x, Tensor after) -> Tensor")
 
 
@@ -84,7 +85,19 @@ def _copy_after(x, after):
     return x.clone()
 
 
-for _name, _function in (("launch", _launch), ("wait", _wait), ("border", _border), ("copy_after", _copy_after)):
+def _operand(x):
+    """Return a product's operand: a trace says so where it is rounded to 8 bits."""
+    return x.clone()
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "launch": _launch,
+    "wait": _wait,
+    "border": _border,
+    "copy_after": _copy_after,
+    "operand": _operand,
+}
+for _name, _function in _FUNCTIONS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"platform::{_name}", _function, lib=_LIBRARY)
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._functorch import partitioners
 from torch.profiler import ProfilerActivity, profile
 
 from platform.launch import CONF, compose_config
@@ -19,7 +20,7 @@ from platform.predict.footprint import measure_passes
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints, predict_peak_bytes
 from platform.predict.meter import MemoryMeter
-from platform.runtime import chunked_loss, compiled_blocks, einsum, parallel_ops
+from platform.runtime import chunked_loss, compiled_blocks, einsum, parallel_ops, recompute
 from platform.runtime.communicator import SingleRank
 from platform.runtime.compiled_blocks import CompiledBlock, compile_block, compile_block_with_own_backward
 from tests.harness.card import alone, shrunk
@@ -47,6 +48,11 @@ def configured(preset: str, *more: str):
     return c
 
 
+def forget_graphs() -> None:
+    compiled_blocks._split_graph.cache_clear()
+    compiled_blocks._partition_graph.cache_clear()
+
+
 def traced_blocks(c) -> list[CompiledBlock | None]:
     """What becomes of the blocks that a step on a GPU would trace."""
     traced: list[CompiledBlock | None] = []
@@ -55,14 +61,14 @@ def traced_blocks(c) -> list[CompiledBlock | None]:
         traced.append(compile_one(*arguments))
         return traced[-1]
 
-    compiled_blocks._split_graph.cache_clear()
+    forget_graphs()
     with pytest.MonkeyPatch.context() as patch:
         for compile_one in (compile_block, compile_block_with_own_backward):
             patch.setattr(parallel_ops, compile_one.__name__, partial(trace, compile_one))
         patch.setattr(parallel_ops, "compile_region", lambda function: function)
         with alone(c, 0, []) as trainer, OneAttention():
             trainer.step(1)
-    compiled_blocks._split_graph.cache_clear()
+    forget_graphs()
     return traced
 
 
@@ -110,6 +116,43 @@ def metered_bytes(c, compiles: str, *, pending: bool = False) -> int:
 def test_a_block_keeps_what_the_meter_says(preset):
     c = configured(preset)
     assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(*traced_blocks(c)), rel=0.02)
+
+
+@pytest.mark.parametrize("preset", presets(DENSE))
+def test_a_block_with_its_own_backward_pass_keeps_as_much(preset, monkeypatch):
+    """As blocks with collectives are traced, here without any; of attention without a kernel, less: one matrix of
+    probabilities of two."""
+    monkeypatch.setattr(parallel_ops, "find_blocks_with_own_backward", find_all_blocks)
+    c = configured(preset)
+    assert 0.98 < metered_bytes(c, "blocks") / kept_bytes(*traced_blocks(c)) < 1.15
+
+
+def find_all_blocks(plan) -> set[str]:
+    return {name for chunk in plan.chunks for name, _ in chunk.blocks}
+
+
+def test_negative_control_a_gate_that_is_written_in_place(monkeypatch):
+    """A block keeps what it cannot make again: a quarter more."""
+    monkeypatch.setattr(parallel_ops, "find_blocks_with_own_backward", find_all_blocks)
+    monkeypatch.setattr(recompute, "get_proxy_mode", lambda: None)
+    c = configured("llama_8b")
+    assert kept_bytes(*traced_blocks(c)) > 1.2 * metered_bytes(c, "blocks")
+
+
+@pytest.mark.parametrize("scale", ["block", *(pytest.param(s, marks=pytest.mark.full) for s in ("row", "tensor"))])
+@pytest.mark.parametrize("preset", ["gpt2_124m", "llama_8b"])
+def test_products_in_8_bits_keep_their_operands(preset, scale):
+    """Once each, and round them again: neither the 8 bits nor the numbers that these stand for are kept."""
+    c = configured(preset, "precision=fp8", f"quantise.scale={scale}")
+    blocks = traced_blocks(c)
+    assert blocks and all(blocks)
+    assert metered_bytes(c, "blocks") == pytest.approx(kept_bytes(*blocks), rel=0.02)
+
+
+def test_negative_control_rounded_numbers_that_are_kept(monkeypatch):
+    c = configured("llama_8b", "precision=fp8")
+    monkeypatch.setattr(partitioners, "must_recompute", lambda node: False)
+    assert kept_bytes(*traced_blocks(c)) > 1.3 * metered_bytes(c, "blocks")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Blocks whose products are in 8 bits, compiled whole: equal to one process in fp64, launched as the blocks are that
+run function by function."""
+
+from __future__ import annotations
+
+import pytest
+
+from platform.runtime import compiled_blocks, eight_bits, parallel_ops
+from tests.harness.oracle import compare, count_flips, run
+from tests.runtime.oracle.test_eight_bits import CASES, PLANS, configured, one_process, small_mx  # noqa: F401
+
+FEW = [("zero 3", "block"), ("1d", "tensor")]
+MORE = [case for case in CASES if case not in FEW and case[0] != "sub-grids"]
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """What became of every block that was traced, run operation by operation."""
+    blocks, trace = [], parallel_ops.compile_block_with_own_backward
+
+    def keep(*arguments):
+        blocks.append(trace(*arguments))
+        return blocks[-1]
+
+    monkeypatch.setattr(parallel_ops, "compile_block_with_own_backward", keep)
+    monkeypatch.setattr(parallel_ops, "compile_region", lambda function: function)
+    return blocks
+
+
+def compiling(name: str, scale: str):
+    c = configured(scale, **PLANS[name])
+    c.train.compile, c.train.compile_collectives = "on", True
+    return c
+
+
+@pytest.mark.parametrize(
+    "name, scale", [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)], ids=str
+)
+def test_they_compute_the_same(name, scale, traced):
+    """Loss, gradients, two updates; no number of 8 bits is another one."""
+    c = compiling(name, scale)
+    plan, ranks = run(c)
+    assert traced and all(traced)
+    compare(c, plan, ranks, expected := one_process(c))
+    assert count_flips(c, plan, ranks, expected) == 0
+
+
+def test_the_compiler_makes_kernels_of_them():
+    """Of torch.compile's own, on a CPU; function by function are the same numbers."""
+    c = configured("block")
+    c.train.compile = "on"
+    plan, ranks = run(c)
+    compare(c, plan, ranks, one_process(c))
+
+
+def test_negative_control_operands_that_are_not_rounded(traced, monkeypatch):
+    """A block that was traced with them is another one."""
+    compiled_blocks._partition_graph.cache_clear()
+    monkeypatch.setattr(eight_bits, "round_tiles", lambda x, tile, factors, dtype: x)
+    monkeypatch.setattr(eight_bits.ScaledMatrix, "decode", lambda matrix, dtype: matrix.values.to(dtype))
+    c = compiling("zero 3", "block")
+    plan, ranks = run(c)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        compare(c, plan, ranks, one_process(c))
