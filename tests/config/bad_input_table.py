@@ -122,7 +122,7 @@ optimizer=adamv | optimizer=adamv: unknown | adamw
 cluster=slurm | cluster=slurm: unknown | local
 monitor=wanbd | monitor=wanbd: unknown | wandb
 experiment=gpt_quik | experiment=gpt_quik: unknown | gpt_quick
-experiment=[gpt_quick,nope] | experiment=nope: unknown | gpt_quick
+experiment=[gpt_quick,moe_quik] | experiment=moe_quik: unknown | moe_quick
 experiment=3 | experiment=3: must be a name
 experiment={a:1} | experiment={a:1}: 
 experiment=[gpt_quick,[a]] | experiment=[gpt_quick,[a]]: must be a name
