@@ -195,15 +195,10 @@ def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def least_number(dtype: torch.dtype) -> float:
-    """Return the least number of a dtype, for scores that are hidden: -inf would make NaN of a row of padding alone."""
-    return torch.finfo(dtype).min
-
-
 def attention_mask(q: Tensor, is_unseen: Tensor | None, padding: Tensor | None, bias: Tensor | None) -> Tensor:
     """Combine the `unseen_mask` keys (`is_unseen`, None without causality), padding and bias into one mask for
     scaled_dot_product_attention of q [batch, heads, length, d_kv]: without a `bias`, bool (True: attended to); with
-    one, the bias with q's dtype minimum where masked. `padding`: True where a key is padding, as `mask_padded_keys`
+    one, the bias with -inf where masked. `padding`: True where a key is padding, as `mask_padded_keys`
     returns it, or None.
     """
     hidden = torch.zeros((), dtype=torch.bool, device=q.device) if padding is None else padding
@@ -211,4 +206,4 @@ def attention_mask(q: Tensor, is_unseen: Tensor | None, padding: Tensor | None, 
         hidden = hidden | is_unseen
     if bias is None:
         return ~hidden
-    return bias.to(q.dtype).masked_fill(hidden, least_number(q.dtype))
+    return bias.to(q.dtype).masked_fill(hidden, -torch.inf)

@@ -193,17 +193,17 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, sink, position, communicator, over):
-        """Return the softmax of x over a split dim, merging maxima and sums over the ranks."""
+        """Return the softmax of x over a split dim, 0 for rows of -inf, merging maxima and sums over the ranks."""
         top = max_over_ranks(communicator, widen_dtype(x.amax(position, keepdim=True)), over)
         if sink is not None:
             top = torch.maximum(top, widen_dtype(sink))
-        e = torch.exp(widen_dtype(x) - top)
+        e = torch.exp(widen_dtype(x) - top.clamp(min=torch.finfo(top.dtype).min))
         total, share = _sum_over_ranks(communicator, e.sum(position, keepdim=True), over), None
         if sink is not None:
             share = torch.exp(widen_dtype(sink) - top)
             total = total + share
             share /= total
-        p = (e / total).to(x.dtype)
+        p = (e / total.clamp(min=1)).to(x.dtype)  # the greatest score adds 1 to a sum that has any
         ctx.save_for_backward(p, share)
         ctx.options = position, communicator, over, sink is not None and (sink.shape, sink.dtype)
         return p
@@ -221,9 +221,11 @@ class _Softmax(torch.autograd.Function):
         return p * (dp - inner.to(dp.dtype)), dsink, None, None, None
 
 
-def softmax(x: Tensor, dim: int, communicator: Communicator, over: Sequence[str], sink: Tensor | None = None) -> Tensor:
+def softmax(
+    x: Tensor, dim: int, communicator: Communicator, over: Sequence[str], sink: Tensor | None = None, *, blank: bool
+) -> Tensor:
     """Compute softmax of the local block x over its dim at `dim`, split over the axes `over`, beside a `sink`."""
-    if over or sink is not None:
+    if over or sink is not None or blank:  # torch's own makes NaN of rows that are blank, -inf alone
         return _Softmax.apply(x, sink, dim, communicator, over)
     return torch.softmax(x, dim)
 

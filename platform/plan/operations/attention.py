@@ -191,9 +191,9 @@ class SoftmaxOp(BlockOp):
     """softmax(scale * x + bias) of an activation over `dim`. For attention scores [... length memory_length] only:
     `causal` hides positions memory_length > length, and with it `window`, if not 0, those at or before length - window
     (Beltagy et al. 2020), and `begins`, a data tensor [length, batch], those before the position that it gives; `mask`
-    is a data tensor [memory_length, batch] whose padding is hidden; `bias` comes from `relative_bias`. It reads `mask`
-    or `begins`, not both. A parameter `sink`, of dims of x other than `dim`, is one score more in the sum, whose own
-    probability is left out (Xiao et al. 2023): where a head attends to nothing."""
+    is a data tensor [memory_length, batch] whose padding is hidden: a row of it alone is 0. `bias` comes from
+    `relative_bias`. It reads `mask` or `begins`, not both. A parameter `sink`, of dims of x other than `dim`, is one
+    score more in the sum, whose own probability is left out (Xiao et al. 2023): where a head attends to nothing."""
 
     keys_input = 0
 
@@ -234,12 +234,13 @@ class SoftmaxOp(BlockOp):
             starts = None if begins is None else begins[self.kind, name]
             x = x.masked_fill(positions.unseen_mask(length, memory, window, starts), -inf)
         if mask is not None:
-            x = x.masked_fill(positions.mask_padded_keys(mask[self.kind, name]), positions.least_number(x.dtype))
+            x = x.masked_fill(positions.mask_padded_keys(mask[self.kind, name]), -inf)
         x = ops.fill_padding(x, spec, [dim], -inf)
         if sink is not None:
             (dims,) = (p.dims for p in planned.operation.parameters)
             sink = sink.view([n if d in dims else 1 for d, n in zip(spec.dims, x.shape, strict=True)])
-        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, planned.over, sink)
+        over, blank = planned.over, mask is not None
+        return ops.kernels.statistics.softmax(x, spec.dims.index(dim), ops.communicator, over, sink, blank=blank)
 
     def meter_memory(
         self, ops, planned, name, x, spec, sink=None, *, dim="memory_length", causal=False, mask=None, begins=None,
@@ -256,7 +257,7 @@ class SoftmaxOp(BlockOp):
             x = ops.plain(ops.tensor(n), [x], (ops.integers(positions * (1 if begins is None else shape["batch"]), 1),))
         if mask is not None:
             x = ops.plain(ops.tensor(n), [x], (ops.integers(shape["batch"] * shape["memory_length"], 1),))
-        is_own_function = planned.over or sink is not None  # no function of torch
+        is_own_function = planned.over or sink is not None or mask is not None  # no function of torch
         if is_own_function:
             ops.new(n, ops.wide)
         out = ops.block(spec)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from platform.boundary.refusals import ConfigError
 from platform.plan.plan_check import find_unsoundness
 from platform.plan.plan_data import decode_plan, encode_plan
 from platform.predict import make_plan as planning
 from platform.predict.make_plan import make_plan
-from platform.runtime import eight_bits
+from platform.runtime import eight_bits, statistics
 from tests.harness.oracle import MODELS, assemble, check_bytes, compare, configure, count_flips, run
 from tests.harness.replay import replay
 
@@ -113,6 +114,51 @@ def test_special_ones_too(name):
     compare(c, plan, ranks, one_process(c))
     check_bytes(plan, ranks)
     assert not find_unsoundness(plan)
+
+
+CORES: dict[str, dict[str, Any]] = {
+    "keys": {"memory_length": ["a"]},
+    "features": {"d_kv": ["a"]},
+    "queries": {"length": ["a"]},
+}
+PADDED = {"bert": {}, "original": {}, "t5": {}, "whole_t5": {}, "gqa": {"kind": "encoder", "kv_heads": 2}}
+PADDED_CASES = [(m, core) for m in PADDED for core in (*CORES, "ring", "capped")]
+PADDED_FEW = {("bert", "keys"), ("whole_t5", "features"), ("t5", "capped")}
+
+
+def padded(model: str, core: str):
+    """A model whose last microbatch has a sequence of padding alone, with attention computed in another way than in one
+    process, or with capped scores in both."""
+    how = {"context": 2, "context_kind": "ring"} if core == "ring" else {}
+    if core in CORES:
+        how = {"tensor": "layout", "axes": {"a": 2}, "rules": {}}
+    if core == "capped":
+        how = {"tensor": "1d", "axes": {"t": 2}, "attention_cap": 0.5}
+    of_model = {**MODELS.get(model, {}), **PADDED[model]}
+    c = configure(**{"d_model": 64, **of_model, "layers": 1, "d_ff": 128, "global_batch": 7, **how})
+    c.quantise.scale = "row"
+    if core in CORES:
+        c.tensor.regions = {"stream": {}, "core": CORES[core]}
+    return c
+
+
+@pytest.mark.parametrize(
+    ("model", "core"), [case if case in PADDED_FEW else pytest.param(*case, marks=full) for case in PADDED_CASES]
+)
+def test_padding_has_the_same_numbers_in_every_kernel(model, core):
+    """Weights see what attention makes of padding: gradients have one scale with those of tokens."""
+    c = padded(model, core)
+    plan, ranks = run(c)
+    compare(c, plan, ranks, one_process(c))
+
+
+def test_negative_control_an_average_over_padding(monkeypatch):
+    c, of_rows = padded("bert", "keys"), statistics.softmax
+    least = torch.finfo(torch.float64).min
+    monkeypatch.setattr(statistics, "softmax", lambda x, *how, **blank: of_rows(x.clamp(min=least), *how, **blank))
+    plan, ranks = run(c)
+    with pytest.raises(AssertionError, match="gradient of"):
+        compare(c, plan, ranks, one_process(c))
 
 
 def test_what_stays_as_it_is():
