@@ -127,7 +127,7 @@ class Layer:
 
 
 def _describe_attribute(value: Any, name: str) -> Any:
-    """Return an attribute of a model layer called `name` so that it equals that of an alike layer."""
+    """Return an attribute of a model layer called `name` without names, equal for alike layers."""
     if isinstance(value, Parameter):
         return value.name.removeprefix(name), value.dims, value.role, value.sizes
     if isinstance(value, list | tuple):

@@ -170,8 +170,7 @@ class Transformer(Layer):
         return self._declared
 
     def describe_unit(self, unit: str) -> tuple | None:
-        """Return all of a block but names that decides what is recorded of it; None for other units of the model, and
-        for blocks with which a stack's final norm is computed."""
+        """Return a key that alike blocks share; None for other units, and for a block before its stack's final norm."""
         for stack in (part for part in vars(self).values() if isinstance(part, Stack)):
             if unit in stack.blocks and not (stack.norm and unit == stack.units[-1]):
                 return id(stack), *stack.blocks[unit].describe(unit)

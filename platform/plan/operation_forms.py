@@ -264,6 +264,7 @@ def _operands_and_output(planned: PlannedOperation) -> tuple[list[Operand], Conv
     if len(waiting) > len(converted) + 1:
         raise Unsound(f"has {len(waiting)} conversions for {len(converted)} tensors and a result")
     operands = [Operand(t, waiting.pop(0)) if waiting and t in converted else Operand(t) for t in operation.inputs]
+    operands = [o._replace(constant=o.tensor in operation.states) for o in operands]
     return operands, waiting[0] if waiting else STAYS
 
 

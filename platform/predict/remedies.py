@@ -287,13 +287,7 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
         yield "parallel.zero=1", _replace_config_group(c, "parallel", zero=1), True
     if c.tensor.gathered == "keep":
         yield "tensor.gathered=again", _replace_config_group(c, "tensor", gathered="again"), False
-    if c.recompute == "none":
-        yield "recompute=selective", replace(c, recompute="selective"), False
-    yield from _iterate_mlp_changes(c)
-    if c.recompute != "full":
-        yield "recompute=full", replace(c, recompute="full"), False
-    if c.recompute == "full" and not c.recompute_offload and device_kind(c) == "cuda":
-        yield "recompute_offload=true", replace(c, recompute_offload=True), False
+    yield from _iterate_recomputations(c)
     if half > 1 and c.pipeline.kind != "file":
         yield "train.microbatch=1", _replace_config_group(c, "train", microbatch=1), False
     if c.recompute != "full" and half and c.pipeline.kind != "file":
@@ -338,10 +332,16 @@ def _iterate_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
             )
 
 
-def _iterate_mlp_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:
-    """Yield the change, as `_iterate_changes` does, by which feed-forward layers keep no inner activations."""
+def _iterate_recomputations(c: Config) -> Iterator[tuple[str, Config, bool]]:
+    """Yield changes, as `_iterate_changes` does, by which fewer activations are kept on the device."""
+    if c.recompute == "none":
+        yield "recompute=selective", replace(c, recompute="selective"), False
     if c.train.mlp_chunks == 1 and not choose_quantisation(c):
         yield f"train.mlp_chunks={MLP_CHUNKS}", _replace_config_group(c, "train", mlp_chunks=MLP_CHUNKS), False
+    if c.recompute != "full":
+        yield "recompute=full", replace(c, recompute="full"), False
+    elif not c.recompute_offload and device_kind(c) == "cuda":
+        yield "recompute_offload=true", replace(c, recompute_offload=True), False
 
 
 def _iterate_offload_changes(c: Config) -> Iterator[tuple[str, Config, bool]]:

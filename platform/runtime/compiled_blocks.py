@@ -392,8 +392,8 @@ def _partition_graph(
 
 
 def _mark_rounded_operands(joint: GraphModule) -> None:
-    """Mark what rounds operands of products to 8 bits as made again in a block's backward pass, which keeps the
-    operands: the numbers that they stand for would take as much of each product, and those of weights besides."""
+    """Mark what rounds operands of products to 8 bits as made again in a block's backward pass."""
+    # the numbers that 8 bits stand for would take as much as each operand, and those of weights besides
     rounded = set[Node]()
     for node in joint.graph.nodes:
         follows = node.target is torch.ops.platform.operand.default or not rounded.isdisjoint(node.all_input_nodes)

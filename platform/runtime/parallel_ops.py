@@ -270,9 +270,8 @@ class ParallelOps(Ops):
         return run_recomputed(self.communicator, function, restore_pass_state, axes, elements, self.offload, x, *more)
 
     def count_routed(self, name: str, counts: Tensor, axes: Sequence[str]) -> None:
-        """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`; those
-        of a block that is traced are outputs of it."""
-        if self.is_tracing:
+        """Add to `routed` the `counts` of the layer `name` in training, of sequences that are split over `axes`."""
+        if self.is_tracing:  # they are outputs of the block
             self._routes[name, axes] = counts
             return
         first_pass = self.position.training and not self.ahead.again

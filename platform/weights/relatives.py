@@ -190,8 +190,7 @@ def _name_layer(config_json: ConfigJson, layer: int) -> str:
 
 
 def _read_absent_part(config_json: ConfigJson) -> dict[str, Any]:
-    """Return our model key for the scale of embeddings in a Gemma 4 config.json. Raises Inexpressible for the second
-    table of embeddings, which is there unless it says otherwise."""
+    """Return our model key for the scale of embeddings in a Gemma 4 config.json. Raises Inexpressible."""
     if width := read_value(config_json, "hidden_size_per_layer_input", 256, (int,)):
         raise Inexpressible("hidden_size_per_layer_input", width, "our words express 0 alone, no second table")
     return {"embedding_scale": sqrt(max(0, read_value(config_json, "hidden_size", 2304, (int,))))}

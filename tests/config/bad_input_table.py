@@ -100,7 +100,7 @@ model.norm=batch | model.norm=batch: unknown | layernorm
 model.activation=gulu | model.activation=gulu: unknown | gelu
 model.positions=learnt | model.positions=learnt: unknown | learned
 model.kind=decodr | model.kind=decodr: unknown | decoder
-data.kind=txt | data.kind=txt: unknown | text
+data.kind=txt | data.kind=txt: unknown | stdlib
 data.objective=casual | data.objective=casual: unknown | causal
 optimizer.kind=adam | optimizer.kind=adam: unknown | adamw
 optimizer.schedule=cosin | optimizer.schedule=cosin: unknown | cosine
@@ -220,7 +220,7 @@ model.global_d_kv=8 | model.global_d_kv=8: model.window=0: all layers are alike 
 model.global_kv_heads=3 model.window=4 | model.global_kv_heads=3: must divide model.heads=4 | 2 or 4
 model.kv_latent=8 model.value_norm=true | model.value_norm=true: model.kv_latent=8 makes keys and values | false
 model.values_are_keys=true model.kind=encoder_decoder | model.values_are_keys=true: model.kind=encoder_decoder | false
-model.positions=rope model.window=4 model.global_d_kv=7 | model.global_d_kv=7: model.positions=rope rotates | 6 or 8
+model.positions=rope model.window=4 model.global_d_kv=7 | model.global_d_kv=7: model.positions=rope rotates | 6, 8
 model.post_norm=true model.parallel_residual=true | model.parallel_residual=true: model.post_norm=true has one | false
 model.parallel_residual=true model=t5_tiny | model.parallel_residual=true: model.kind=encoder_decoder reads its | false
 model.d_rope=4 | model.d_rope=4: model.kv_latent=0 is no latent attention | 0

@@ -213,7 +213,7 @@ def test_llama_in_8_bits_fits_and_shrinks_to_a_laptop():
     config = compose_config(["+experiment=llama_8b_fp8"])
     plan = make_plan(config)
     assert plan.mesh.world_size == 8 and plan.has_scaled_products
-    assert max(f.total_bytes for f in predict_footprints(config, plan)) < 0.7 * (nominal_memory("H100") or 0)
+    assert max(f.total_bytes for f in predict_footprints(config, plan)) < 0.8 * (nominal_memory("H100") or 0)
     text = (CONF / "experiment" / "llama_8b_fp8.yaml").read_text()
     shrunk = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
     small = compose_config(
