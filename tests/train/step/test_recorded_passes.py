@@ -319,6 +319,7 @@ REASONS: list[tuple[str, list[str]]] = [
     ("each microbatch's gradients are reduced", ["parallel.data=2", "parallel.zero=2"]),
     ("ranks make weights of 4 bits", ["tune=qlora"]),
     ("the host counts its experts' rows", ["model.experts=4", "model.capacity_factor=0"]),
+    ("the host adds up what its routers choose", ["model.experts=4"]),
     ("the host reads where documents begin", ["data.document_mask=true"]),
     ("attention's kernels draw", ["model.dropout=0.1", "model.fused_dropout=true"]),
     ("its products are in 8 bits", ["precision=fp8"]),
