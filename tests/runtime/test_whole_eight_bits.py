@@ -1,5 +1,4 @@
-"""Blocks whose products are in 8 bits, compiled whole: equal to one process in fp64, launched as the blocks are that
-run function by function."""
+"""Blocks with products in 8 bits, compiled whole: equal to one process in fp64, and to it in every 8-bit number."""
 
 from __future__ import annotations
 
@@ -7,10 +6,11 @@ import pytest
 
 from platform.runtime import compiled_blocks, eight_bits, parallel_ops
 from tests.harness.oracle import compare, count_flips, run
-from tests.runtime.oracle.test_eight_bits import CASES, PLANS, configured, one_process, small_mx  # noqa: F401
+from tests.runtime.oracle.test_eight_bits import CASES, PLANS, SPECIAL, configured, one_process, small_mx  # noqa: F401
 
 FEW = [("zero 3", "block"), ("1d", "tensor")]
 MORE = [case for case in CASES if case not in FEW and case[0] != "sub-grids"]
+MORE += [(name, scale) for name, (scale, _) in SPECIAL.items() if "rows" not in name]  # which are counted in each pass
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def traced(monkeypatch):
 
 
 def compiling(name: str, scale: str):
-    c = configured(scale, **PLANS[name])
+    c = configured(scale, **(PLANS | {special: how for special, (_, how) in SPECIAL.items()})[name])
     c.train.compile, c.train.compile_collectives = "on", True
     return c
 
