@@ -260,6 +260,13 @@ def _violation_of_search(standings: SearchOutcome, hardware: Hardware) -> str:
 HELPFUL = "recompute=auto", "train.microbatch=-1", "parallel.zero=-1", "parallel.context=-1", f"plan.search=[{ALL}]"
 
 
+def chunk_feed_forward(config: Config) -> Config | None:
+    """Return the configuration with feed-forward layers in MLP_CHUNKS chunks, None where they are or cannot be."""
+    if config.train.mlp_chunks > 1 or choose_quantisation(config):
+        return None
+    return replace(config, train=replace(config.train, mlp_chunks=MLP_CHUNKS))
+
+
 def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
     """Return what would help a search without a plan that fits: the least workers that hold the state, or the first key
     by which, open too, it would find one; "" if none does."""
@@ -271,9 +278,8 @@ def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
         opened.plan.search.append(ALL if value == f"[{ALL}]" else key)
         if {ALL, opened.plan.search[-1]}.isdisjoint(config.plan.search):
             helpful[typed] = opened
-    if needed <= standings.workers and config.train.mlp_chunks == 1 and not choose_quantisation(config):
-        helpful[f"train.mlp_chunks={MLP_CHUNKS}"] = chunked = deepcopy(config)
-        chunked.train.mlp_chunks = MLP_CHUNKS
+    if needed <= standings.workers and (chunked := chunk_feed_forward(config)):
+        helpful[f"train.mlp_chunks={MLP_CHUNKS}"] = chunked
     for word in list_further_offloads(config) if device_kind(config) == "cuda" else ():
         helpful[f"optimizer.offload={word}"] = offloading = deepcopy(config)
         offloading.optimizer.offload = word

@@ -393,7 +393,7 @@ def _partition_graph(
 
 def _mark_rounded_operands(joint: GraphModule) -> None:
     """Mark what rounds operands of products to 8 bits as made again in a block's backward pass."""
-    # the numbers that 8 bits stand for would take as much as each operand, and those of weights besides
+    # what 8 bits stand for would take as much memory as each operand, and as each weight
     rounded = set[Node]()
     for node in joint.graph.nodes:
         follows = node.target is torch.ops.platform.operand.default or not rounded.isdisjoint(node.all_input_nodes)

@@ -86,7 +86,7 @@ def _copy_after(x, after):
 
 
 def _operand(x):
-    """Return a product's operand: a trace says so where it is rounded to 8 bits."""
+    """Return a copy of a product's operand x, which marks in a trace where its rounding to 8 bits begins."""
     return x.clone()
 
 

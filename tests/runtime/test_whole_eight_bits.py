@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from platform.runtime import compiled_blocks, eight_bits, parallel_ops
+from platform.runtime import compiled_blocks, eight_bits
 from tests.harness.oracle import compare, count_flips, run
-from tests.runtime.oracle.test_eight_bits import CASES, PLANS, SPECIAL, configured, one_process, small_mx  # noqa: F401
+from tests.runtime.oracle.test_eight_bits import CASES, PLANS, SPECIAL, configured, one_process, small_mx
+from tests.runtime.test_whole_tensor_blocks import fast, made
+
+__all__ = ["fast", "made", "small_mx"]
 
 FEW = [("zero 3", "block"), ("1d", "tensor")]
 MORE = [case for case in CASES if case not in FEW and case[0] != "sub-grids"]
 MORE += [(name, scale) for name, (scale, _) in SPECIAL.items() if "rows" not in name]  # which are counted in each pass
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """What became of every block that was traced, run operation by operation."""
-    blocks, trace = [], parallel_ops.compile_block_with_own_backward
-
-    def keep(*arguments):
-        blocks.append(trace(*arguments))
-        return blocks[-1]
-
-    monkeypatch.setattr(parallel_ops, "compile_block_with_own_backward", keep)
-    monkeypatch.setattr(parallel_ops, "compile_region", lambda function: function)
-    return blocks
 
 
 def compiling(name: str, scale: str):
@@ -36,24 +25,25 @@ def compiling(name: str, scale: str):
 @pytest.mark.parametrize(
     "name, scale", [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)], ids=str
 )
-def test_they_compute_the_same(name, scale, traced):
+def test_they_compute_the_same(name, scale, made):
     """Loss, gradients, two updates; no number of 8 bits is another one."""
     c = compiling(name, scale)
     plan, ranks = run(c)
-    assert traced and all(traced)
+    assert made and all(made)
     compare(c, plan, ranks, expected := one_process(c))
     assert count_flips(c, plan, ranks, expected) == 0
 
 
-def test_the_compiler_makes_kernels_of_them():
+def test_the_compiler_makes_kernels_of_them(monkeypatch):
     """Of torch.compile's own, on a CPU; function by function are the same numbers."""
+    monkeypatch.undo()  # of `fast`
     c = configured("block")
     c.train.compile = "on"
     plan, ranks = run(c)
     compare(c, plan, ranks, one_process(c))
 
 
-def test_negative_control_operands_that_are_not_rounded(traced, monkeypatch):
+def test_negative_control_operands_that_are_not_rounded(monkeypatch):
     """A block that was traced with them is another one."""
     compiled_blocks._partition_graph.cache_clear()
     monkeypatch.setattr(eight_bits, "round_tiles", lambda x, tile, factors, dtype: x)

@@ -20,6 +20,7 @@ from tests.runtime.test_whole_tensor_blocks import (
     SUMMA,
     calls_of_a_layer,
     compiling,
+    examine_and_compare_logs,
     fast,
     made,
     without_waits,
@@ -85,14 +86,7 @@ def test_blocks_of_one_rank_compute_the_same(name, made):
 
 @pytest.mark.parametrize("name", [*TOGETHER, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_TOGETHER)])
 def test_ranks_exchange_the_same(name, made):
-    """With the same collectives in the same order as blocks that are not compiled."""
-    c = compiling(**(TOGETHER | MORE_TOGETHER)[name])
-    plan, results = run(c)
-    assert made and all(made)
-    examine(c, plan, results)
-    c.train.compile = "off"
-    for whole, by_function in zip(results, run(c)[1], strict=True):
-        assert whole.log == by_function.log
+    examine_and_compare_logs(compiling(**(TOGETHER | MORE_TOGETHER)[name]), made)
 
 
 @pytest.mark.full
