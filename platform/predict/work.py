@@ -150,6 +150,7 @@ class WorkRecorder(Recorder):
         self._reasons = reasons
         self._at = plan.mesh.rank_coordinates(0)  # the busiest rank of its stage: others have fewer branches
         self._whole, self._whole_count = False, 0  # whether the block under way is compiled as one function; how many
+        self._last_by_chunks = ""  # product of the feed-forward layer under way, if it is computed in chunks of rows
 
     def recomputed(self, kind, name, function, spec, x, *more):
         """Note the work of `function`, which computes a block, by one compiled function where that can be; of alike
@@ -169,6 +170,23 @@ class WorkRecorder(Recorder):
         self._whole = False
         return out
 
+    def mlp(self, function, x, spec, inner, hidden, biases, down, out, bias, counts=None):
+        """Note the work of a feed-forward layer, in chunks of rows if the plan says so and it can be."""
+        self._last_by_chunks = down.name * Ops.mlp.computes_by_chunks(self, x, inner, biases, down, counts)
+        y = Ops.mlp.compose_operation(self, function, x, spec, inner, hidden, biases, down, out, bias, counts)
+        self._last_by_chunks = ""
+        return y
+
+    @property
+    def _chunks_of_rows(self) -> int:
+        """Return in how many chunks of rows the operation under way is computed."""
+        return self.plan.mlp_chunks if self._last_by_chunks else 1
+
+    @staticmethod
+    def absent(x: Symbol) -> bool:
+        """Return False: the rank has a block of every tensor."""
+        return False
+
     def record_operation(self, kind, name, x, inputs, outputs, reads=(), **more):
         """Note the work of an operation, as planned; return the symbols of its results."""
         symbols = super().record_operation(kind, name, x, inputs, outputs, reads, **more)
@@ -177,15 +195,17 @@ class WorkRecorder(Recorder):
             o = planned.operation
             accesses = OPERATIONS[kind].accesses_of_both_passes(o, self.plan.operations)
             # a block that is one function keeps what it likes
-            rebuilds = not self._whole and not redoes(self.redone, _name_origin(o))
-            key = self.plan.planner.operation_key(o), accesses, rebuilds
+            chunks = self._chunks_of_rows
+            rebuilds = not self._whole and chunks == 1 and not redoes(self.redone, _name_origin(o))
+            key = self.plan.planner.operation_key(o), accesses, rebuilds, chunks
             if key not in self._known.parts:  # layers are alike
-                forward, backward = _operation_work(self.plan, planned, self.system, rebuilds)
+                forward, backward = _operation_work(self.plan, planned, self.system, rebuilds, chunks)
                 leaves_out = planned.once and not self.system.repeats_all
                 again = _drop_unneeded_result(forward, planned) if leaves_out else forward
                 self._known.parts[key] = forward, backward, again
             forward, backward, again = (self._launch_each_head(o, part) for part in self._known.parts[key])
-            self._note_parts(forward, backward, again, redoes(self.redone, f"{kind} {name}"))
+            is_hidden = self._last_by_chunks not in ("", name)
+            self._note_parts(forward, backward, again, redoes(self.redone, f"{kind} {name}"), is_hidden)
         return symbols
 
     def _launch_each_head(self, o: Operation, part: Part) -> Part:
@@ -200,15 +220,18 @@ class WorkRecorder(Recorder):
     def _refuse_illegal_operation(self, o) -> None:
         """Judge nothing: the plan has been made of these operations."""
 
-    def _note_parts(self, forward: Part, backward: Part, again: Part, redone: bool = False) -> None:
-        """Count a part of each pass, and part `again` of an operation that is recomputed by the plan or is `redone`."""
-        redone = redone or self._recomputing
+    def _note_parts(
+        self, forward: Part, backward: Part, again: Part, redone: bool = False, is_hidden: bool = False
+    ) -> None:
+        """Count a part of each pass, and part `again` of an operation that is recomputed by the plan or is `redone`,
+        and once more if it `is_hidden` in a feed-forward layer in chunks."""
+        times = (redone or self._recomputing) + is_hidden
         self.work.forward[forward] += 1
         self.work.backward[backward] += 1
-        if redone:
-            self.work.backward[again] += 1
+        if times:
+            self.work.backward[again] += times
         if not self._whole:
-            launched = backward.kernels + redone * again.kernels
+            launched = backward.kernels + times * again.kernels
             self.work.calls.update(forward=CALLS_OF_KERNEL * forward.kernels, backward=CALLS_OF_KERNEL * launched)
 
     def count_block_calls(self) -> None:
@@ -220,12 +243,12 @@ class WorkRecorder(Recorder):
         """Note a function of the elements of an activation, which reads and writes as many as `accesses` says."""
         if not self.plan.layout(spec).has_block(self._at):
             return
-        key = spec, *accesses
+        key = spec, self._chunks_of_rows, *accesses
         if key not in self._known.parts:
             count = block_elements(self.plan, spec) * self.size
-            forward, backward = (Part(bytes=count * n, kernels=1) for n in accesses)
+            forward, backward = (Part(bytes=count * n, kernels=self._chunks_of_rows) for n in accesses)
             self._known.parts[key] = forward, backward, forward
-        self._note_parts(*self._known.parts[key], redone)
+        self._note_parts(*self._known.parts[key], redone, bool(self._last_by_chunks))
 
     def pointwise(self, function: str, *x: Symbol) -> Symbol:
         """Note a pointwise function of one or two activations."""
@@ -338,12 +361,14 @@ def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
     return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
 
 
-def _operation_work(plan: Plan, planned: PlannedOperation, system: System, rebuilds: bool) -> tuple[Part, Part]:
+def _operation_work(
+    plan: Plan, planned: PlannedOperation, system: System, rebuilds: bool, chunks: int
+) -> tuple[Part, Part]:
     """Return the work of a planned operation on a rank, in its forward and its backward pass, as a system does it.
-    `rebuilds`: products make inputs again as the plan says."""
+    `rebuilds`: products make inputs again as the plan says; `chunks`: of rows, in which it is computed."""
     operation = planned.operation
     if planned.groups:
-        return _product_work(plan, planned, rebuilds)
+        return _product_work(plan, planned, rebuilds, chunks)
     moved = _even_collectives(plan, planned)
     sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     op, size = OPERATIONS[operation.kind], plan.itemsize["compute"]
@@ -392,15 +417,16 @@ def _attention_work(
     )  # fmt: skip
 
 
-def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tuple[Part, Part]:
-    """Return the work of an operation's matrix products: in the backward pass the gradients of both operands, and the
-    sum of each weight's gradient over the microbatches."""
+def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool, chunks: int) -> tuple[Part, Part]:
+    """Return the work of an operation's matrix products in chunks of rows: in the backward pass the gradients of both
+    operands, and the sum of each weight's gradient over the microbatches and their chunks."""
     operation = planned.operation
     forward, backward, ahead, summed = [], [], [], 0.0
     groups = [g for g in planned.groups if rebuilds and planned.rebuilds_input(g)]
     rebuilt = [_bytes_to_rebuild(plan, operation, g) for g in groups]
     for group in planned.groups:
         shapes = list_group_products(plan.planner, operation, group)
+        shapes = [p._replace(rows=-(-p.rows // chunks)) for p in shapes for _ in range(chunks)]
         forward += [_narrow_if_scaled(plan, group, product, "forward") for product in shapes]
         gradients = ((p, a.gradient_products[i]) for a in shapes for i, p in enumerate(("input", "weight")))
         kept = [pair for pair in gradients if pair[0] == "input" or not group.is_frozen]
@@ -410,8 +436,7 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool) -> tupl
             if isinstance(other, Parameter):
                 ahead += plan.planner.collectives_of_conversion(e.operand, e.regathered)
                 summed += 0.0 if e.frozen else prod(e.operand.before) * SUMMED
-    if plan.microbatches == 1:
-        summed = 0.0
+    summed *= chunks if plan.microbatches > 1 else chunks - 1
     waited = Counter(_even_collectives(plan, planned)) - Counter(ahead)
     parts = []
     counts = ("forward", forward, 0.0, 0), ("backward", backward, summed + sum(rebuilt), len(rebuilt))

@@ -8,6 +8,8 @@ from operator import attrgetter
 from unittest.mock import ANY
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import KEYS, Config
@@ -43,6 +45,8 @@ from platform.predict.step_price import (
 )
 from platform.predict.systems import System
 from platform.predict.work import FUSED_BACKWARD, Execution, MatrixProduct, record_chunk_work
+from platform.runtime.communicator import SingleRank
+from tests.harness.oracle import trainer_of
 
 A100 = read_hardware("a100_80g")
 SMALL = ["+experiment=gpt_quick", "model.layers=4", "parallel.data=1", "tensor=serial", "train.global_batch=32"]
@@ -137,6 +141,45 @@ def test_recomputation_repeats_the_forward_pass():
     model = config.model
     tokens = plan.sizes["batch"] * model.length
     assert again - early == 2 * tokens * model.layers * model.d_model * (model.d_ff or 4 * model.d_model)
+
+
+CHUNKED = {
+    "gpt": [],
+    "llama": ["model.norm=rmsnorm", "model.activation=swiglu", "model.bias=false"],
+    "again": ["recompute=full"],
+    "two microbatches": ["train.microbatch=16"],
+}
+
+
+@pytest.mark.parametrize("case", CHUNKED)
+def test_feed_forward_layers_in_chunks_cost_their_first_products_twice(case):
+    """As a step itself multiplies: the difference to layers that are whole, counted by the operations of torch."""
+
+    def count(chunks: int) -> tuple[int, float]:
+        config = compose_config([*SMALL, "train.microbatch=32", f"train.mlp_chunks={chunks}", *CHUNKED[case]])
+        plan = make_plan(config)
+        trainer = trainer_of(config, plan, SingleRank(plan.mesh))
+        in_place = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+        with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            trainer.step(1)
+        work = build_step_work(config, plan)
+        flops = (
+            n * sum(p.flops for p in part.products) for w in (*work.forward, *work.backward) for part, n in w.parts
+        )
+        return counter.get_total_flops(), sum(flops) * plan.microbatches
+
+    (whole, planned_whole), (chunked, planned_chunks) = count(1), count(4)
+    assert chunked - whole == pytest.approx(planned_chunks - planned_whole) and chunked > whole
+
+
+def test_chunks_serve_nothing_where_ranks_exchange_in_the_middle():
+    """Such a layer is computed whole, and the plan's price says so."""
+    gathered, split = (["tensor=2d_gather", "tensor.axes.r=2", "tensor.axes.c=2"], ["tensor=1d", "tensor.axes.t=2"])
+    for typed, is_dearer in ((gathered, False), (split, True)):
+        whole, chunked = (
+            price_work(build_step_work(*planned(*typed, f"train.mlp_chunks={n}")), A100).seconds for n in (1, 4)
+        )
+        assert (chunked > whole) is is_dearer
 
 
 def test_a_system_that_gathers_weight_by_weight():

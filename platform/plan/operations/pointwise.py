@@ -356,16 +356,24 @@ class MlpOp(Op):
         if ops.plan.mlp_chunks == 1 or adapted or counts is not None or ops.absent(x) or "experts" in down.dims:
             return False
         up, last = ops.operation_plan("project", inner[0].name), ops.operation_plan("project", down.name)
-        groups = *up.groups, *last.groups
-        inside = [*(e.operand for g in groups for e in g.einsums), *(e.output for g in up.groups for e in g.einsums)]
-        stays = all(not c.forward and not c.backward for c in (*inside, *(g.x for g in last.groups)))
-        plain = len(groups) == 2 and not any(g.panels or g.has_wide_dtype or g.regathered for g in groups)
-        return stays and plain and (not biases or up.adds_biases(ops.operation_plan("shift", b.name) for b in biases))
+        stays = keeps_hidden_rows_local(up, False) and keeps_hidden_rows_local(last, True)
+        return stays and (not biases or up.adds_biases(ops.operation_plan("shift", b.name) for b in biases))
 
     def _product_plans(self, ops, inner, down, bias):
         """Return the planned products before and after, and the biases that the latter adds itself."""
         up, last = ops.operation_plan("project", inner[0].name), ops.operation_plan("project", down.name)
         return up, last, bias if bias and last.adds_biases([ops.operation_plan("shift", bias[0].name)]) else ()
+
+
+def keeps_hidden_rows_local(product: PlannedOperation, is_last: bool) -> bool:
+    """Return True if ranks exchange nothing between a feed-forward layer's products, of which `product` is the first or
+    `is_last`: a rank has whole weights of its part of the hidden rows."""
+    if len(product.groups) != 1:
+        return False
+    (group,) = product.groups
+    inside = [*(e.operand for e in group.einsums), *([group.x] if is_last else [e.output for e in group.einsums])]
+    is_plain = not (group.panels or group.has_wide_dtype or group.regathered)
+    return is_plain and all(not c.forward and not c.backward for c in inside)
 
 
 def _meter_hidden_rows(ops, function: str, count: int, elements: int) -> Value:
