@@ -292,7 +292,7 @@ class Parallel:
 
     data: int = key(
         1, "data-parallel replicas", most=WORKERS, constraint="must be >= 1, or -1 for as many as the workers give",
-        left_open=14,
+        left_open=16,
     )  # fmt: skip
     zero: int = key(
         0, "ZeRO shards over replicas: 1 = optimizer state, 2 = also gradients, 3 = also parameters; -1: the planner"
@@ -642,8 +642,8 @@ class Optimizer:
         "fp32", "master copies; split: precision=bf16's weights, and 16 bits that make them fp32", ("fp32", "split")
     )
     offload: str = key(
-        "none", "what adamw, lion and sgd keep in host memory: states (moments, averages), and masters",
-        ("none", "states", "states+masters"),
+        "none", "what adamw, lion and sgd keep in host memory: states (moments, averages), and masters; auto: the"
+        " planner chooses", ("none", "states", "states+masters"), left_open=15,
     )  # fmt: skip
     schedule: str = key(
         "cosine", "learning rate after warm-up",
@@ -704,8 +704,8 @@ class Train:
     )
     attention_kernel: str = key(AUTO, "kernel of attention where one computes it; auto: torch chooses", KERNELS)
     mlp_chunks: int = key(
-        1, "feed-forward layers: chunks of tokens, each with its inner activations, computed twice; 1 = whole, once",
-        ">= 1", most=10**6,
+        1, "feed-forward layers: chunks of tokens, each with its inner activations, computed twice; 1 = whole, once;"
+        " -1: the planner chooses", ">= 1", most=10**6, left_open=14,
     )  # fmt: skip
     freeze: list[str] = fixed_key(
         [], "patterns of parameters that no update changes, such as embedding or layers.[0-3].*",

@@ -223,12 +223,17 @@ def count_offloaded_numbers(config: Config) -> float:
     return count_stored_numbers(config) * states.offloads_states + masters * states.offloads_masters
 
 
+def list_offloads(config: Config) -> list[str]:
+    """Return the legal values of optimizer.offload, the one first by which least lies in host memory."""
+    o, stores = config.optimizer, OPTIMIZERS[config.optimizer.kind].stores
+    moves = {"states": _count_moments(o) > 0, "states+masters": base_precision(config.precision) in HALF}
+    return ["none", *(word for word, is_legal in moves.items() if stores and is_legal)]
+
+
 def list_further_offloads(config: Config) -> list[str]:
     """Return the legal values of optimizer.offload by which more would lie in host memory, the least first."""
-    o = config.optimizer
-    moves = {"none": True, "states": _count_moments(o) > 0, "states+masters": base_precision(config.precision) in HALF}
-    words = [*moves][[*moves].index(o.offload) + 1 :] if OPTIMIZERS[o.kind].stores else []
-    return [word for word in words if moves[word]]
+    words = list_offloads(config)
+    return words[words.index(config.optimizer.offload) + 1 :]
 
 
 def divides_gradients(o: Optimizer) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import islice
 from math import ceil, inf, log, prod
 from typing import Any, NamedTuple
 
@@ -15,7 +16,11 @@ from numpy.typing import NDArray
 
 from platform.config.fields import Config, choose_quantised_products
 from platform.model import build_model
-from platform.optimizer.optimizers import count_offloaded_numbers, count_stored_numbers, count_streamed_bytes
+from platform.optimizer.optimizers import (
+    count_stored_numbers,
+    count_streamed_bytes,
+    list_offloads,
+)
 from platform.plan.chunks import measure_units
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_factorizations
@@ -35,7 +40,7 @@ from platform.predict.contenders import (
     list_parts,
     mask_simpler_elsewhere,
 )
-from platform.predict.estimate import FEW, Circumstances, Estimator, PassBytes
+from platform.predict.estimate import FEW, USUAL, Circumstances, Estimator, Offload, PassBytes
 from platform.predict.footprint import Passes, measure_passes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quickly
@@ -75,7 +80,7 @@ class ContenderGrid:
     workers: int
     memory: float
     hardware: Hardware
-    _quotients: dict[tuple, dict[str, PassBytes]] = field(default_factory=dict)
+    _quotients: dict[tuple, PassBytes] = field(default_factory=dict)
 
     @cached_property
     def search_circumstances(self) -> Circumstances:
@@ -85,10 +90,15 @@ class ContenderGrid:
         return Circumstances(
             self.hardware, base_precision(c.precision), c.model.layers, costs or ((1.0, False),), c.train.global_batch,
             count_stored_numbers(c) - (c.optimizer.masters == "split") / 2,
-            count_offloaded_numbers(c) * (device_kind(c) == "cuda"), count_streamed_bytes(c), c.parallel.overlap,
-            may_compile(c.train.compile, "cuda"),
+            {word: self._measure_offload(word) for word in {*list_offloads(c), c.optimizer.offload}},
+            c.parallel.overlap, may_compile(c.train.compile, "cuda"),
             device_kind(c) == "cuda", read_bucket_size(c), [*NF4_UNITS][c.tune.double],
         )  # fmt: skip
+
+    def _measure_offload(self, word: str) -> Offload:
+        """Return what a value of optimizer.offload moves."""
+        c = replace(self.space.config, optimizer=replace(self.space.config.optimizer, offload=word))
+        return Offload(self.space.count_offloaded_numbers(word), count_streamed_bytes(c))
 
     @cached_property
     def _measured_units(self) -> Mapping[str, tuple[float, tuple]]:
@@ -135,8 +145,9 @@ class ContenderGrid:
 
     def _refine_contenders(self, rated: Sequence[Rated]) -> list[Rated]:
         """Return the quickest of each mode and STEP of memory of the contenders `rated`, in order, that may lack it,
-        with the other values of what refines them; none that is surely slower than one that fits."""
-        refined, alike = list[Contender](), set[tuple]()
+        with the other values of what refines them, where these need less memory than quicker ones; none that is surely
+        slower than one that fits."""
+        groups, alike = list[tuple[Rated, Sequence[Contender]]](), set[tuple]()
         roomy = next((one.seconds for one in rated if one.memory < SURE * self.memory), inf)
         for one in (one for one in rated if one.memory >= SURE * self.memory):
             if one.seconds > roomy / ERRORS[0] or len(alike) == REFINED:
@@ -145,8 +156,16 @@ class ContenderGrid:
             if key not in alike and one.memory < MOST_REFINED * self.memory:
                 if more := self.space.refine_contender(one.choice):
                     alike.add(key)
-                    refined += more
-        return [one for one in self.estimate_choices(refined) if one and one.memory <= NEAR * self.memory]
+                    groups.append((one, more))
+        estimates = iter(self.estimate_choices([choice for _, more in groups for choice in more]))
+        refined = list[Rated]()
+        for plain, more in groups:
+            least = plain.memory
+            for one in sorted(filter(None, islice(estimates, len(more)))):
+                if one.memory < min(least, NEAR * self.memory):
+                    least = one.memory
+                    refined.append(one)
+        return refined
 
     def estimate_choices(self, choices: Sequence[Contender]) -> list[Rated | None]:
         """Estimate single contenders, in their order; None for one whose axes do not divide what they split."""
@@ -273,28 +292,28 @@ class ContenderGrid:
         legal = np.flatnonzero(sketch.mask_legal(by_axis) & sketch.mask_batch(by_axis)) if sketch else np.array([], int)
         if not sketch or not len(legal):
             return None, legal
-        quotients = self._compare_with_meter(start, sketch, axes, several)
-        return Estimator(sketch, self.search_circumstances, axes, _select_rows(by_axis, legal), quotients), legal
+        compare = partial(self._compare_with_meter, start, sketch, axes, several)
+        return Estimator(sketch, self.search_circumstances, axes, _select_rows(by_axis, legal), compare), legal
 
     def _compare_with_meter(
-        self, start: Contender, sketch: Sketch, axes: tuple[str, ...], several: Mapping[str, int]
-    ) -> Mapping[str, PassBytes]:
-        """Return what the memory meter says of passes by what the `sketch` of a `start` says, by the kind of
-        recomputation, at two ranks along its axes; compared once for alike ones."""
+        self, start: Contender, sketch: Sketch, axes: tuple[str, ...], several: Mapping[str, int], recompute: str,
+        mlp_chunks: int,
+    ) -> PassBytes:  # fmt: skip
+        """Return what the memory meter says of passes by what the `sketch` of a `start` says, with one kind of
+        recomputation and feed-forward layers in `mlp_chunks`, at two ranks along its axes; compared once for alike
+        ones."""
         sizes = {**several, "data": 2 * several["experts"], "microbatch": BASE, "stages": 1}
         probe = self._columns_by_axis(axes, {name: np.array([n]) for name, n in sizes.items()})
-        estimator = Estimator(sketch, self.search_circumstances, axes, probe, {})
-        key = start, several["experts"] > 1, estimator.compiles
+        estimator = Estimator(sketch, self.search_circumstances, axes, probe)
+        key = start, several["experts"] > 1, estimator.compiles, recompute, mlp_chunks
         if key not in self._quotients:
-            self._quotients[key] = {}
+            start = replace(start, mlp_chunks=mlp_chunks)
             config = self.space.build_config(self.space.build_contender(start, sizes))
             config.train.global_batch = BASE * sizes["data"]
-            for recompute in self.space.list_values("recompute", start):
-                if metered := meter_passes(config, recompute):
-                    by_sketch = estimator.sketch_passes(recompute)
-                    pairs = (zip(*pair, strict=True) for pair in zip(metered, by_sketch, strict=True))
-                    quotients = (tuple(float(count / max(1.0, size[0])) for count, size in pair) for pair in pairs)
-                    self._quotients[key][recompute] = PassBytes(*quotients)  # type: ignore[arg-type]
+            metered, by_sketch = meter_passes(config, recompute), estimator.sketch_passes(recompute)
+            pairs = (zip(*pair, strict=True) for pair in zip(metered or (), by_sketch if metered else (), strict=True))
+            quotients = (tuple(float(count / max(1.0, size[0])) for count, size in pair) for pair in pairs)
+            self._quotients[key] = PassBytes(*quotients) if metered else USUAL  # type: ignore[arg-type]
         return self._quotients[key]
 
     def _columns_by_axis(self, axes: Sequence[str], columns: Columns) -> Columns:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from platform.config.composition import CONF
-from platform.config.fields import Config, Tensor, is_open_key, set_value
+from platform.config.fields import Config, Tensor, choose_quantisation, is_open_key, set_value
 from platform.config.layout_rules import forbids_zero, list_tensor_axes
+from platform.optimizer.optimizers import count_offloaded_numbers, list_offloads
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.scheme import GATHERED, TENSOR_EXPERTS, axes_of_experts
@@ -34,6 +35,7 @@ MOST_SEQUENCES = 64  # of a microbatch on a replica
 RECOMPUTE = ("none", "selective", "full")
 ZERO = (0, 1, 2, 3)
 STRETCHES = (1, 2, 4, 8)  # blocks recomputed at a time
+MLP_CHUNKS = 4  # in which feed-forward layers are computed where memory lacks
 WHOLE = tuple(word for word in GATHERED if word != "panels")  # ways to gather operands whole
 # How a key enters the closed form: as a column of sizes, of which those above 1 need another sketch of the model
 # (AXIS) or none (SIZE); with a sketch for each value (SKETCH); as a mode in which all sizes are estimated (MODE), which
@@ -133,6 +135,15 @@ class Contender:
         lambda space, c: WHOLE[: 1 + (prod(c.axes) > 1)] if space.gathers_operands(c.scheme) else ["panels"],
         None, lambda _, c: WHOLE[:1], refines=True,
     )  # fmt: skip
+    mlp_chunks: int = choosable(
+        1, "train.mlp_chunks", MODE, lambda space, _: (1, *(() if choose_quantisation(space.config) else [MLP_CHUNKS])),
+        None, lambda *_: (1,), refines=True,
+    )  # fmt: skip
+    offload: str = choosable(
+        "none", "optimizer.offload", MODE,
+        lambda space, _: list_offloads(space.config) if device_kind(space.config) == "cuda" else ["none"],
+        None, lambda *_: ("none",), refines=True,
+    )  # fmt: skip
 
     @property
     def num_workers(self) -> int:
@@ -145,7 +156,7 @@ class Contender:
         words = (self.scheme, SCHEMES), (self.kind, SCHEDULES), (self.recompute, RECOMPUTE)
         ranks = (names.index(word) if word in names else len(names) for word, names in words)
         sizes = self.axes, self.stages, self.chunks, self.data, self.context, self.experts, self.microbatch, self.zero
-        refined = self.recompute_every, self.gathered == WHOLE[1]
+        refined = self.recompute_every, self.gathered == WHOLE[1], self.mlp_chunks, self.offload != "none"
         return self.num_split_axes, *ranks, *sizes, *refined, self
 
     @property
@@ -285,15 +296,13 @@ class SearchSpace:
             contenders = [replace(c, **{part: value}) for c in contenders for value in self.list_values(part, c)[:most]]
         return contenders
 
-    def find_plain_contender(self, contender: Contender) -> Contender:
-        """Return the contender that a contender refines, or itself."""
-        return replace(contender, **{part: self.list_values(part, contender)[0] for part in list_refining_parts()})
-
     def refine_contender(self, contender: Contender) -> Sequence[Contender]:
-        """Return a contender with each combination of values of the parts that refine it, but its own."""
+        """Return a contender with all other combinations of the values of refining parts from its own ones on."""
         refined = [contender]
         for part in list_refining_parts():
-            refined = [replace(c, **{part: value}) for c in refined for value in self.list_values(part, c)]
+            own = getattr(contender, part)
+            choices = ((c, self.list_values(part, c)) for c in refined)
+            refined = [replace(c, **{part: value}) for c, values in choices for value in values[values.index(own) :]]
         return refined[1:]
 
     def list_starts(self) -> Sequence[Contender]:
@@ -306,6 +315,16 @@ class SearchSpace:
         return self.cross_values_of_parts(
             [replace(start, kind=kind, chunks=chunks) for kind, chunks in schedules], MODE
         )
+
+    def count_offloaded_numbers(self, word: str) -> float:
+        """Return how many numbers of a master's size an element has in host memory under a value of the key."""
+        c = replace(self.config, optimizer=replace(self.config.optimizer, offload=word))
+        return count_offloaded_numbers(c) * (device_kind(c) == "cuda")
+
+    @property
+    def most_offloaded_numbers(self) -> float:
+        """Return the most numbers of a master's size that an element has in host memory under a plan of the space."""
+        return max(map(self.count_offloaded_numbers, self.list_values("offload", Contender("", ()))))
 
     def gathers_operands(self, scheme: str) -> bool:
         """Return True if operands of a tensor scheme's products are gathered whole, in place of panels."""
@@ -374,6 +393,7 @@ class SearchSpace:
             parallel=replace(c.parallel, context_kind=kind, context_heads=inner),
             pipeline=replace(c.pipeline, file=c.pipeline.file if choice.kind == "file" else ""),
             train=replace(c.train),
+            optimizer=replace(c.optimizer),
         )
         for part, row in CHOOSABLE.items():
             set_value(config, row.key, getattr(choice, part))

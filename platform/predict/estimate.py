@@ -50,14 +50,31 @@ LEAST = 1e-9  # seconds, for groups of one rank
 QUEUED = 2.0  # times as long as alone do messages take on crowded links, about
 
 
+class Offload(NamedTuple):
+    """Move of a value of optimizer.offload, by parameter: numbers of states and masters that are `away`, in host
+    memory, and the bytes that an update brings from there (`streamed`)."""
+
+    away: float
+    streamed: float
+
+
+class Repeated(NamedTuple):
+    """Work that a backward pass does again: the kind of recomputation, of `every` so many blocks at a time, and in how
+    many chunks of rows feed-forward layers are (`mlp_chunks`), of which more than one are computed twice."""
+
+    recompute: str
+    every: int
+    mlp_chunks: int
+
+
 @dataclass(frozen=True)
 class Circumstances:
     """Circumstances of all contenders of a search: the `hardware`, the `precision`, the model's `layers`, its `units`,
     each with its cost and whether it is of a layer, sequences of a step (`batch`), numbers of optimizer state
-    (`moments`), how many of these and of masters are in host memory (`away`) and the bytes that come from there
-    (`streamed`), whether collectives of parameters go on beside computation (`overlap`), whether blocks are compiled
-    where they can be (`compiles`), whether devices have libraries that reserve memory, MiB of gradients in a bucket,
-    None if the links say (`bucket_mib`), and elements that are together in 4 bits (`unit`)."""
+    (`moments`), what each value of optimizer.offload moves (`offloads`), whether collectives of parameters go on beside
+    computation (`overlap`), whether blocks are compiled where they can be (`compiles`), whether devices have libraries
+    that reserve memory, MiB of gradients in a bucket, None if the links say (`bucket_mib`), and elements that are
+    together in 4 bits (`unit`)."""
 
     hardware: Hardware
     precision: str
@@ -65,8 +82,7 @@ class Circumstances:
     units: tuple[tuple[float, bool], ...]
     batch: int
     moments: float
-    away: float
-    streamed: float
+    offloads: Mapping[str, Offload]
     overlap: bool
     compiles: bool
     libraries: bool
@@ -117,8 +133,9 @@ def once_each(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class Estimator:
     """Estimates contenders of one scheme, whose axes of more than one rank are the same: `columns` gives, by variable,
-    the values of each contender, `axes` the mesh axes, outer to inner; `quotients`, by the kind of recomputation, what
-    the memory meter says of passes by what the sketch says."""
+    the values of each contender, `axes` the mesh axes, outer to inner; `find_quotients` returns, by the kind of
+    recomputation and the chunks of feed-forward layers, what the memory meter says of passes by what the sketch
+    says."""
 
     def __init__(
         self,
@@ -126,10 +143,10 @@ class Estimator:
         setting: Circumstances,
         axes: tuple[str, ...],
         columns: Columns,
-        quotients: Mapping[str, PassBytes],
+        find_quotients: Callable[[str, int], PassBytes] = lambda *_: USUAL,
     ):
         """Evaluate all numbers of a sketch for all contenders."""
-        self.setting, self.axes, self.columns, self.quotients = setting, axes, columns, quotients
+        self.setting, self.axes, self.columns, self.find_quotients = setting, axes, columns, find_quotients
         self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.evaluate_columns(columns)
         self.layer, self.whole = sketch.numbers.layer, sketch.numbers.whole
         self.ends = np.maximum(0.0, self.whole - setting.layers * self.layer)
@@ -205,6 +222,7 @@ class Estimator:
             "full": layers * (again & ~rebuilt),
             "between": layers * ~again,
             "selective": layers * [kind.inside for kind in self.kinds],
+            "hidden": layers * [kind.hidden for kind in self.kinds],
         }
         often, sums = np.array([*weights.values()]), np.zeros((4, len(weights), 2, len(self.stages)))
         for i, kind in enumerate(self.kinds):
@@ -217,10 +235,11 @@ class Estimator:
         return {name: sums[:, k] for k, name in enumerate(weights)}
 
     @once_each
-    def _sum_passes(self, recompute: str, every: int, is_split: bool) -> tuple[NDArray, NDArray]:
+    def _sum_passes(self, repeated: Repeated, is_split: bool) -> tuple[NDArray, NDArray]:
         """Return the seconds of passes of all layers, and of the whole model, as `_pass_sums` but with the host's
-        seconds, with one kind of recomputation of `every` so many blocks at a time. `is_split`: True if weight
-        gradients have passes of their own."""
+        seconds, and what the backward pass computes again. `is_split`: True if weight gradients have passes of their
+        own."""
+        recompute, every, mlp_chunks = repeated
         by_block = self.compiles and recompute != "selective"  # each one function
         layers, whole, again = self._pass_sums["layers"], self._pass_sums["whole"], np.zeros_like(self.numbers[:4])
         if recompute == "full":
@@ -229,6 +248,7 @@ class Estimator:
             again[WAITING] += self._blocks / every * parts
         elif not by_block:
             again = self._pass_sums["rebuilt"][:, 1] + (recompute == "selective") * self._pass_sums["selective"][:, 0]
+        again = again + (mlp_chunks > 1) * self._pass_sums["hidden"][:, 0]
         layers, whole = (sums + np.stack([0 * again, again], axis=1) for sums in (layers, whole))
         for sums in (whole, layers):
             calls = CALLS_OF_KERNEL * sums[KERNELS]
@@ -262,15 +282,16 @@ class Estimator:
         return PassBytes((each, ends), (pending, pending_ends), (pending + pending_ends,) * 2)
 
     @once_each
-    def _pass_bytes(self, recompute: str) -> PassBytes:
+    def _pass_bytes(self, recompute: str, mlp_chunks: int) -> PassBytes:
         """Return the bytes of passes as the meter would count them."""
-        by_sketch, quotients = self.sketch_passes(recompute), self.quotients.get(recompute, USUAL)
+        chunks = mlp_chunks if any(kind.hidden for kind in self.kinds) else 1  # which is what a plan does then
+        by_sketch, quotients = self.sketch_passes(recompute), self.find_quotients(recompute, chunks)
         return PassBytes(*(
             tuple(size * q for size, q in zip(*pair, strict=True)) for pair in zip(by_sketch, quotients, strict=True)
         ))  # fmt: skip
 
     @once_each
-    def _parameter_costs(self, zero: int) -> _ParameterCosts:
+    def _parameter_costs(self, zero: int, offload: str) -> _ParameterCosts:
         """Return what a worker has of all parameters and does with them, as if they were on one stage."""
         master, compute = self.size["master"], self.size["compute"]
         costs = _ParameterCosts(*(np.zeros_like(self.stages, dtype=float) for _ in _ParameterCosts._fields))
@@ -285,7 +306,8 @@ class Estimator:
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
             in_4_bits = NF4_UNITS[self.setting.unit] / self.setting.unit
             kept = in_4_bits if what == QUANTISED else copies if is_trained else compute
-            numbers = 1 + self.setting.moments - self.setting.away  # of master copies and states, on the device
+            # of master copies and states, on the device
+            numbers = 1 + self.setting.moments - self.setting.offloads[offload].away
             held = kept / used + is_trained * (master * numbers / state + master / summed)
             blocks = max(1.0, min(self.whole[rows].sum(), self.setting.layers + 2))
             buckets = blocks if zero == 3 else np.minimum(self._count_buckets(axes, elements * master), blocks)
@@ -346,12 +368,10 @@ class Estimator:
         return np.maximum(self._num_microbatches, self.stages if chunks > 1 else 1)
 
     @once_each
-    def _passes_seconds(self, kind: str, chunks: int, recompute: str, every: int) -> Column:
+    def _passes_seconds(self, kind: str, chunks: int, repeated: Repeated) -> Column:
         """Return the seconds from the first to the last pass of a step, with waits for other stages."""
         h, stages, slower = self.setting.hardware, self.stages, 1 + price.LOCKSTEP * (chunks > 1)
-        of_passes = [
-            self._device_seconds(sums, slower=slower) for sums in self._sum_passes(recompute, every, kind == "zb_h1")
-        ]
+        of_passes = [self._device_seconds(sums, slower=slower) for sums in self._sum_passes(repeated, kind == "zb_h1")]
         layers, whole = (passes.sum(axis=0) for passes in of_passes)
         slowest = self._most_of_stages(chunks, layers, np.maximum(0.0, whole - layers))
         part = self._stream[0] * self.size["compute"]
@@ -367,18 +387,19 @@ class Estimator:
         return m * (slowest + handed) + (lost + (stages - 1) * handed) / chunks
 
     @once_each
-    def _stage_state(self, zero: int, chunks: int) -> Column:
+    def _stage_state(self, zero: int, chunks: int, offload: str) -> Column:
         """Return the bytes of parameters and of what belongs to them on the worker that has most."""
-        costs, layers = self._parameter_costs(zero), self.setting.layers
+        costs, layers = self._parameter_costs(zero, offload), self.setting.layers
         of_layers = layers * costs.layer_state
         return self._most_of_stages(chunks, of_layers, np.maximum(0.0, costs.state - of_layers), True)
 
     @once_each
-    def _parameter_seconds(self, zero: int, chunks: int, recompute: str) -> Column:
+    def _parameter_seconds(self, zero: int, chunks: int, offload: str, recompute: str) -> Column:
         """Return the seconds of a step for collectives of parameters that passes do not hide, and by which those slow
         the passes that are hidden, and for the update."""
-        s, costs, passes = self.setting, self._parameter_costs(zero), self._sum_passes(recompute, 1, False)[1]
-        share = self._stage_state(zero, chunks) / costs.state  # of the stage that has most
+        s, costs = self.setting, self._parameter_costs(zero, offload)
+        passes = self._sum_passes(Repeated(recompute, 1, 1), False)[1]
+        share = self._stage_state(zero, chunks, offload) / costs.state  # of the stage that has most
         forward, backward = passes[COMPUTING] / self.stages * s.overlap
 
         def exposed_seconds(total: Column, beside: Column) -> Column:
@@ -388,7 +409,9 @@ class Estimator:
             return total * share - (1 - s.hardware.interference) * hidden
 
         seconds = bytes_seconds(costs.updated * share * price.update_bytes(self.size, s.moments), s.hardware)
-        seconds = seconds + price.streaming_seconds(costs.updated * share * s.streamed, seconds, s.hardware)
+        seconds = seconds + price.streaming_seconds(
+            costs.updated * share * s.offloads[offload].streamed, seconds, s.hardware
+        )
         if zero in (1, 2):
             seconds = seconds + exposed_seconds(costs.gathers, forward)
         if zero < 2:
@@ -400,26 +423,29 @@ class Estimator:
 
     def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> tuple[Column, Column]:
         """Return the estimated seconds of a step, and bytes of the neediest worker, of contenders `rows` in a mode."""
-        seconds = self._passes_seconds(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)
-        parameters = self._parameter_seconds(mode.zero, mode.chunks, mode.recompute)
-        memory = self._activation_bytes(mode.kind, mode.chunks, mode.recompute, mode.recompute_every)[rows]
+        repeated = Repeated(mode.recompute, mode.recompute_every, mode.mlp_chunks)
+        parameters = mode.zero, mode.chunks, mode.offload
+        seconds = self._passes_seconds(mode.kind, mode.chunks, repeated)
+        seconds = seconds[rows] + self._parameter_seconds(*parameters, mode.recompute)[rows]
+        memory = self._activation_bytes(mode.kind, mode.chunks, repeated)[rows] + self._stage_state(*parameters)[rows]
         at_once = mode.recompute_every if mode.recompute == "full" else 1  # layers, whose gradients come together
-        memory = memory + self._stage_state(mode.zero, mode.chunks)[rows]
-        memory = memory + at_once * self._parameter_costs(mode.zero).whole[rows]
+        memory = memory + at_once * self._parameter_costs(mode.zero, mode.offload).whole[rows]
         if self.setting.libraries:
             memory = memory * (1 + ROUNDING) + overhead_bytes(GROUPS, 0, 0)
-        return seconds[rows] + parameters[rows], memory
+        return seconds, memory
 
     @once_each
-    def _activation_bytes(self, kind: str, chunks: int, recompute: str, every: int) -> Column:
+    def _activation_bytes(self, kind: str, chunks: int, repeated: Repeated) -> Column:
         """Return the bytes of activations in flight on the stage that takes most, and of the layer at work."""
-        bytes_of_passes, splits, m = self._pass_bytes(recompute), kind == "zb_h1", self._microbatches_of(chunks)
+        recompute, every, mlp_chunks = repeated
+        bytes_of_passes, splits = self._pass_bytes(recompute, mlp_chunks), kind == "zb_h1"
+        m = self._microbatches_of(chunks)
         (kept, kept_ends), (pending, pending_ends) = bytes_of_passes[:2]
         work, layers = bytes_of_passes.work[splits], self.setting.layers
         per_pass = np.ceil(layers / (self.stages * chunks))
         if recompute == "full":  # whose stretches keep their inputs, and are whole while they are computed again
             at_once = np.minimum(every, per_pass)
-            work = work + (at_once - 1) * self._pass_bytes("none").kept[0]
+            work = work + (at_once - 1) * self._pass_bytes("none", mlp_chunks).kept[0]
             kept = kept * np.ceil(per_pass / at_once) / per_pass
         held = layers * kept + np.maximum(0.0, kept_ends)
         for n, alike in self._list_groups(chunks):

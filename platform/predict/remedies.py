@@ -16,7 +16,7 @@ from typing import Any
 
 from platform.boundary.refusals import NEAREST, format_violation
 from platform.boundary.terminal import show_phase
-from platform.config.fields import Config
+from platform.config.fields import Config, choose_quantisation
 from platform.config.layout_rules import OPEN_KEYS, forbids_zero
 from platform.optimizer.optimizers import list_further_offloads
 from platform.plan.generators import ONE_CHUNK
@@ -26,6 +26,7 @@ from platform.plan.plan_summary import format_number
 from platform.predict.contender_grid import ContenderGrid, Rated
 from platform.predict.contenders import (
     CHOOSABLE,
+    MLP_CHUNKS,
     MOST_CHUNKS,
     SCHEDULES,
     SCHEMES,
@@ -42,7 +43,7 @@ from platform.predict.memory_budget import (
     predict_host_bytes,
     predict_peak_bytes,
 )
-from platform.predict.search import MLP_CHUNKS, chunk_feed_forward, plan_finalist
+from platform.predict.search import plan_finalist
 from platform.predict.step_price import step_price
 
 SHOWN = 3  # changes
@@ -336,8 +337,8 @@ def _iterate_recomputations(c: Config) -> Iterator[tuple[str, Config, bool]]:
     """Yield changes, as `_iterate_changes` does, by which fewer activations are kept on the device."""
     if c.recompute == "none":
         yield "recompute=selective", replace(c, recompute="selective"), False
-    if chunked := chunk_feed_forward(c):
-        yield f"train.mlp_chunks={MLP_CHUNKS}", chunked, False
+    if c.train.mlp_chunks == 1 and not choose_quantisation(c):
+        yield f"train.mlp_chunks={MLP_CHUNKS}", _replace_config_group(c, "train", mlp_chunks=MLP_CHUNKS), False
     if c.recompute != "full":
         yield "recompute=full", replace(c, recompute="full"), False
     elif not c.recompute_offload and device_kind(c) == "cuda":

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from platform.boundary.refusals import ConfigError
 from platform.boundary.terminal import show_phase
-from platform.config.fields import ALL, Config, choose_quantisation
+from platform.config.fields import ALL, Config
 from platform.config.validation import violations_of_configuration
-from platform.optimizer.optimizers import count_offloaded_numbers, count_states_per_element, list_further_offloads
+from platform.optimizer.optimizers import count_states_per_element
 from platform.plan.layout import find_divisors, format_count
 from platform.plan.plan import Plan
 from platform.plan.plan_builder import pause_garbage_collection
@@ -29,7 +29,7 @@ from platform.predict.contenders import (
 from platform.predict.footprint import state_bytes
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import plan_quickly
-from platform.predict.memory_budget import MemoryForecast, device_kind
+from platform.predict.memory_budget import MemoryForecast
 from platform.predict.price import StepPrice
 from platform.predict.step_price import choose_pricing_hardware, memory_of_worker, step_price
 
@@ -38,7 +38,6 @@ PATIENCE = 3  # times as many are planned at most without a better one that fits
 DOUBT = 0.1  # of its seconds: so much later is planned what is expected to lack memory, unless its mode errs
 LACKING = 4  # finalists that are planned where none is expected to fit; misfits that are shown
 WITHIN = 0.98, 0.9  # how far such quotients go below the least that was seen of the mode
-MLP_CHUNKS = 4  # in which feed-forward layers are computed where nothing fits
 AKIN = 0.97  # how far the quotient of seconds of a mode of which none was planned goes below the least of its family
 
 
@@ -106,7 +105,7 @@ class SearchOutcome:
         stored = parameters * (plan.itemsize["master"] - half) + state_bytes(
             plan, count_states_per_element(self.space.config)
         )
-        away = count_offloaded_numbers(self.space.config) if device_kind(self.space.config) == "cuda" else 0
+        away = self.space.most_offloaded_numbers
         return max(plan.itemsize["compute"] * parameters, stored - round(away * parameters * plan.itemsize["master"]))
 
     @cached_property
@@ -190,8 +189,8 @@ def _pick_finalists(space: SearchSpace, rated: Sequence[Rated], memory: float, h
             if finalist.price.seconds < best:
                 if finalist.fits_memory(memory):
                     best, since_better = finalist.price.seconds, 0
-                    if space.find_plain_contender(rated[i].choice) == rated[i].choice:  # refined, it is only slower
-                        unplanned[[places[c] for c in space.refine_contender(rated[i].choice) if c in places]] = False
+                    refined = space.refine_contender(rated[i].choice)  # which is only slower
+                    unplanned[[places[c] for c in refined if c in places]] = False
                 note_quotient(1, i, finalist.known_memory)
     if best == inf:  # the ones that need least are shown to the user
         needed = (estimates * _expect_quotients(least, families)[:, mode_of])[1][unplanned]
@@ -257,14 +256,11 @@ def _violation_of_search(standings: SearchOutcome, hardware: Hardware) -> str:
     )
 
 
-HELPFUL = "recompute=auto", "train.microbatch=-1", "parallel.zero=-1", "parallel.context=-1", f"plan.search=[{ALL}]"
-
-
-def chunk_feed_forward(config: Config) -> Config | None:
-    """Return the configuration with feed-forward layers in MLP_CHUNKS chunks, None where they are or cannot be."""
-    if config.train.mlp_chunks > 1 or choose_quantisation(config):
-        return None
-    return replace(config, train=replace(config.train, mlp_chunks=MLP_CHUNKS))
+OFFLOAD = "optimizer.offload=auto"  # helps where states alone are too much
+HELPFUL = (
+    "recompute=auto", "train.microbatch=-1", "train.mlp_chunks=-1", "parallel.zero=-1", "parallel.context=-1", OFFLOAD,
+    f"plan.search=[{ALL}]",
+)  # fmt: skip
 
 
 def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
@@ -272,17 +268,12 @@ def _find_remedy(standings: SearchOutcome, hardware: Hardware) -> str:
     by which, open too, it would find one; "" if none does."""
     config, helpful = standings.space.config, dict[str, Config]()
     needed = ceil(standings.least_state_bytes / standings.budget)
-    for typed in HELPFUL if needed <= standings.workers else ():
+    for typed in HELPFUL if needed <= standings.workers else [OFFLOAD]:
         key, _, value = typed.partition("=")
         opened = deepcopy(config)
         opened.plan.search.append(ALL if value == f"[{ALL}]" else key)
         if {ALL, opened.plan.search[-1]}.isdisjoint(config.plan.search):
             helpful[typed] = opened
-    if needed <= standings.workers and (chunked := chunk_feed_forward(config)):
-        helpful[f"train.mlp_chunks={MLP_CHUNKS}"] = chunked
-    for word in list_further_offloads(config) if device_kind(config) == "cuda" else ():
-        helpful[f"optimizer.offload={word}"] = offloading = deepcopy(config)
-        offloading.optimizer.offload = word
     for typed, opened in helpful.items():
         grid = ContenderGrid(SearchSpace(opened), standings.workers, standings.budget, hardware)
         with pause_garbage_collection():

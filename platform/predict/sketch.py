@@ -21,6 +21,7 @@ from platform.plan.layout import Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import Adapter, Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.operations.fused_attention import hides_most
+from platform.plan.operations.pointwise import keeps_hidden_rows_local
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
@@ -51,6 +52,7 @@ SEQUENCES = "microbatch"  # variable beside the sizes of axes
 SIDES = "rows", "columns", "inner", "batch"  # of a product
 BASE = 64  # sequences of a microbatch on a replica while numbers are found
 UNTUNED = Tune()
+HIDDEN = "hidden"  # attribute of what makes hidden rows of a feed-forward layer, and (False) of the product behind it
 PARAMETERS = "parameter", "frozen", "quantised"  # elements of weights that are trained, or not, or not and in 4 bits
 
 
@@ -60,8 +62,9 @@ class Quantity(NamedTuple):
     often in the forward and the backward pass (`times`), or there to be `rebuilt`, `kept` for the latter, of the
     `stream` between blocks, of PARAMETERS, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
     if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
-    recompute=selective; `again`: done again with recompute=full; `frozen`: a product whose weight takes no gradient;
-    `narrow`: ROLES of it that are products in 8 bits."""
+    recompute=selective; `again`: done again with recompute=full; `hidden`: done again if feed-forward layers are in
+    chunks of rows; `frozen`: a product whose weight takes no gradient; `narrow`: ROLES of it that are products in 8
+    bits."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -70,6 +73,7 @@ class Quantity(NamedTuple):
     times: tuple[float, float] = (0.0, 0.0)
     inside: bool = False
     again: bool = True
+    hidden: bool = False
     frozen: bool = False
     narrow: tuple[str, ...] = ()
 
@@ -145,6 +149,17 @@ class _SketchRecorder(Recorder):
             self.operations.append(Operation("pointwise", function, inputs, inputs[:1], recomputed=self._recomputing))
         return super().pointwise(function, *x)
 
+    def mlp(self, function, x, spec, inner, hidden, biases, down, out, bias, counts=None):
+        """Record a feed-forward layer; mark what chunks of rows compute twice, and the product behind it."""
+        begun = len(self.operations)
+        y = Ops.mlp.compose_operation(self, function, x, spec, inner, hidden, biases, down, out, bias, counts)
+        if counts is None and "experts" not in down.dims and not any(p.name in self.adapters for p in (*inner, down)):
+            last = next(i for i, o in enumerate(self.operations) if down in o.parameters)
+            for i in range(begun, last + 1):
+                o = self.operations[i]
+                self.operations[i] = replace(o, attributes=(*o.attributes, (HIDDEN, i < last)))
+        return y
+
     def residual(self, name: str, x: Symbol, y: Symbol, spec: Spec) -> Symbol:
         """Take note of a residual connection."""
         self.operations.append(Operation("residual", name, (spec,), (spec,)))
@@ -162,6 +177,12 @@ def count_operations(config: Any, layers: int, scheme: Scheme, adapters: Mapping
         model.forward(recorder, {name: name for name in model.inputs})
         recorded[_SketchRecorder] = recorder.counted  # type: ignore[index]
     return recorded[_SketchRecorder]  # type: ignore[index]
+
+
+def _computes_by_chunks(operations: Sequence[Operation], planned: PlannedOperations) -> bool:
+    """Return True if a rank computes feed-forward layers in chunks of rows where the configuration asks for them."""
+    products = [o for o in operations if o.kind == Ops.project.kind and HIDDEN in dict(o.attributes)]
+    return all(keeps_hidden_rows_local(planned[o.kind, o.name], not o[HIDDEN]) for o in products)
 
 
 def _count_marked(operations: Counter[Operation], quantise: tuple | None) -> Counter[Operation]:
@@ -207,12 +228,14 @@ def sketch_model(
             for grown in (None, *variables)
         )
         planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
+        by_chunks = _computes_by_chunks(plannable, planners[0][1])
         for o in operations:
             more_layers = deeper[o.nameless_key]
             quantities = [list(_iterate_quantities(*pair, o, tune.kind == "qlora")) for pair in planners]
             for i, (kind, value) in enumerate(quantities[0]):
                 grown = [more[i][1] if len(more) == len(quantities[0]) else value for more in quantities[1:]]
-                kinds.append(kind._replace(inside=o.recomputed))
+                is_hidden = by_chunks and dict(o.attributes).get(HIDDEN, False)
+                kinds.append(kind._replace(inside=o.recomputed, hidden=is_hidden))
                 values.append(value)
                 exponents.append([round(log2(g / value)) if g and value else 0 for g in grown])
                 whole.append(first.get(o.nameless_key, 0) + more_layers)

@@ -365,7 +365,7 @@ def _operation_work(
     plan: Plan, planned: PlannedOperation, system: System, rebuilds: bool, chunks: int
 ) -> tuple[Part, Part]:
     """Return the work of a planned operation on a rank, in its forward and its backward pass, as a system does it.
-    `rebuilds`: products make inputs again as the plan says; `chunks`: of rows, in which it is computed."""
+    `rebuilds`: products make inputs again as the plan says; `chunks`: number of chunks of rows."""
     operation = planned.operation
     if planned.groups:
         return _product_work(plan, planned, rebuilds, chunks)

@@ -21,7 +21,8 @@ PLANNED = ("tune.", "model.", "tensor.", "branch.", "pipeline.", "parallel.", "q
 PATHS = "run.dir data.cache pipeline.file checkpoint.url model.source eval.task_folder train.teacher"
 SOURCE_PATHS = "data.path data.target_path data.validation_path"
 MARKED = """tensor pipeline pipeline.stages pipeline.chunks parallel.context parallel.experts parallel.zero
-train.microbatch recompute parallel.tensor_experts recompute_every tensor.gathered parallel.data"""
+train.microbatch recompute parallel.tensor_experts recompute_every tensor.gathered train.mlp_chunks
+optimizer.offload parallel.data"""
 
 
 def test_which_may_change_on_resume():
@@ -83,7 +84,8 @@ def test_which_the_planner_may_choose_and_what_stands_there_until_then():
     config.tensor.scheme = config.pipeline.kind = config.recompute = config.parallel.tensor_experts = "auto"
     config.train.microbatch = config.parallel.zero = config.parallel.data = -1
     config.parallel.context = config.parallel.experts = config.recompute_every = -1
-    config.tensor.gathered = "auto"
+    config.tensor.gathered = config.optimizer.offload = "auto"
+    config.train.mlp_chunks = -1
     mark_open_keys(config)
     assert config.plan.search == names
     config.plan.search, config.train.microbatch, config.parallel.data = [], 4, 1

@@ -32,13 +32,16 @@ ROWS: dict[str, tuple[Any, ...]] = {"gathered": GATHERED, "overlap": EXPOSED}
 
 
 @pytest.fixture(autouse=True)
-def forget_shipped_row(monkeypatch):
+def forget_shipped_row():
     """As if tensor.gathered were no key that a search may choose yet."""
-    monkeypatch.delitem(CHOOSABLE, "gathered")
+    shipped = dict(CHOOSABLE)
+    del CHOOSABLE["gathered"]
     place = OPEN_KEYS.index("tensor.gathered")
     del OPEN_KEYS[place]
     yield
     OPEN_KEYS.insert(place, "tensor.gathered")
+    CHOOSABLE.clear()
+    CHOOSABLE.update(shipped)
 
 
 @pytest.fixture

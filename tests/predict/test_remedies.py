@@ -168,7 +168,7 @@ def test_what_fits_no_gpu_is_offered_host_memory():
         ("optimizer.offload=states+masters",),
     ]
     c.plan.search = ["parallel.zero"]
-    with pytest.raises(ConfigError, match="with optimizer.offload=states one fits"):
+    with pytest.raises(ConfigError, match="with optimizer.offload=auto one fits: .*optimizer.offload=states"):
         choose_plan(c, 1)
     c.cluster.gpu, c.cluster.device = "", "cpu"
     assert "offload" not in violation_of_memory(c, plan, Device(memory, "a host"))
@@ -184,5 +184,8 @@ def test_wide_feed_forward_layers_are_offered_in_chunks():
     assert "train.mlp_chunks=4 (19.5 GB)" in violation_of_memory(c, plan, Device(memory, "H100"))
     c.precision = "fp8"
     assert "mlp_chunks" not in violation_of_memory(c, make_plan(c), Device(memory, "H100"))
-    with pytest.raises(ConfigError, match="with train.mlp_chunks=4 one fits: .* recompute=none"):
-        choose_plan(compose_config([*typed, "plan.search=[all]"]), 1, memory)
+    with pytest.raises(ConfigError, match="with train.mlp_chunks=-1 one fits: .* train.mlp_chunks=4"):
+        choose_plan(compose_config([*typed, "recompute=auto"]), 1, memory)
+    everything_open = compose_config([*typed, "plan.search=[all]"])
+    choose_plan(everything_open, 1, memory)
+    assert everything_open.train.mlp_chunks == 4

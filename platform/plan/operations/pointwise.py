@@ -350,8 +350,7 @@ class MlpOp(Op):
         return y if added or not bias else ops.shift(y, out, bias[0], None)
 
     def computes_by_chunks(self, ops, x, inner, biases, down, counts) -> bool:
-        """Return True if the layer is computed in chunks of rows: a rank has whole weights of its part of `hidden`, and
-        all that is converted is x before and the result after."""
+        """Return True if the layer is computed in chunks of rows: a rank has whole weights of its part of `hidden`."""
         adapted = any(p.name in ops.adapters for p in (*inner, down))
         if ops.plan.mlp_chunks == 1 or adapted or counts is not None or ops.absent(x) or "experts" in down.dims:
             return False
@@ -366,8 +365,7 @@ class MlpOp(Op):
 
 
 def keeps_hidden_rows_local(product: PlannedOperation, is_last: bool) -> bool:
-    """Return True if ranks exchange nothing between a feed-forward layer's products, of which `product` is the first or
-    `is_last`: a rank has whole weights of its part of the hidden rows."""
+    """Return True if ranks exchange nothing between a feed-forward layer's products, the first one or the last."""
     if len(product.groups) != 1:
         return False
     (group,) = product.groups
