@@ -2,7 +2,7 @@
 and why not the others. Planner, memory forecast and runtime ask here, and the plan's screen prints the reason.
 
 Passes beside which collectives run are computed as ever: the first of a step where ZeRO's gathers run under it, and the
-last under which gradients are reduced. All others lie between collectives, and launch none.
+last under which gradients are reduced. Collectives inside of a pass, along axes of a tensor scheme, are recorded too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from platform.config.fields import Config, training_loss_name
 from platform.plan.model_types import CROSS_ENTROPY
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
-from platform.plan.whole_blocks import counts_in_passes, may_hold_collectives
+from platform.plan.whole_blocks import counts_in_passes
 
 RECORDING = {"cuda"}  # kinds of devices that record what is launched on them
 _READ = {"tokens", "labels", "positions", "source", "segments"}  # data that the device alone reads
@@ -38,7 +38,6 @@ def _draws_in_kernels(config: Config, plan: Plan) -> bool:
 _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("train.graphs=off", lambda c, p: c.train.graphs == "off"),
     ("microbatches of a pipeline overlap", lambda c, p: len(p.chunks) > 1),
-    ("collectives of tensor axes lie in its passes", lambda c, p: may_hold_collectives(p.mesh)),
     ("each microbatch's gradients are reduced (parallel.zero)", lambda c, p: p.zero > 1),
     ("ranks make weights of 4 bits in its passes (tune=qlora)", lambda c, p: p.frees_weights),
     ("the host counts its experts' rows, or its attention's pairs", lambda c, p: counts_in_passes(p, "cuda")),

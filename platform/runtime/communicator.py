@@ -215,6 +215,14 @@ class Launched(NamedTuple):
     number: int = 0
 
 
+class LaunchCounts(NamedTuple):
+    """Counters of a communicator over some launches: see `moved`, `launched` and `log` there."""
+
+    moved: Counter[str]
+    launched: dict[tuple[str, ...], int]
+    log: list[Launch]
+
+
 class Aborted(RuntimeError):
     """Failure of a rank whose collectives were interrupted (`Communicator.abort`): their results mean nothing."""
 
@@ -505,6 +513,24 @@ class Communicator(ABC):
         self.log = None
         yield
         self.moved, self.log = moved, log
+
+    @contextmanager
+    def divert_launches(self) -> Iterator[LaunchCounts]:
+        """Count the launches in the context in what it yields alone: those of a graph that `count_launches` later."""
+        before = self.moved, self.launched, self.log
+        self.moved, self.launched, self.log = counts = LaunchCounts(Counter(), {}, [])
+        try:
+            yield counts
+        finally:
+            self.moved, self.launched, self.log = before
+
+    def count_launches(self, counts: LaunchCounts) -> None:
+        """Count, and log, launches that a graph of the device has issued once more."""
+        self.moved.update(counts.moved)
+        for place, number in counts.launched.items():
+            self.launched[place] = self.launched.get(place, 0) + number
+        if self.log is not None:
+            self.log += counts.log
 
     @abstractmethod
     def all_gather_texts(self, text: str) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from platform.plan.schedule import Action
 from platform.predict.memory_budget import has_room_for_graphs
 from platform.runtime.compilation import CompileTrial
 from platform.runtime.parallel_ops import ActivationWatch
+from platform.runtime.pipeline import Accumulated, Forward, PipelineExecutor
 from platform.train.pass_recorder import PassRecorder
 from platform.train.stage_passes import StagePasses
 from platform.train.trainer import Trainer
@@ -61,29 +63,51 @@ def _run_alone(trainer: Trainer, step: int, row: Sequence[Action]) -> None:
 
 
 def _record_passes(trainer: Trainer, step: int, passes_by_length: Sequence[StagePasses]) -> None:
-    """Record passes of microbatches of all lengths, in memory of their own. Where that fails this rank computes them as
-    ever, or raises RuntimeError under train.graphs=on."""
-    asked, device = trainer.config.train.graphs, trainer.communicator.device
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else inf
-    if asked == "auto" and not has_room_for_graphs(trainer.config, trainer.plan, memory):
+    """Record passes of microbatches of all lengths, in memory of their own. Where that fails on any rank all compute
+    them as ever, as a graph's collectives are those of graphs of their groups, or raise RuntimeError under
+    train.graphs=on."""
+    asked, communicator = trainer.config.train.graphs, trainer.communicator
+    is_cuda = communicator.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(communicator.device).total_memory if is_cuda else inf
+    has_room = asked == "on" or has_room_for_graphs(trainer.config, trainer.plan, memory)
+    if communicator.is_true_anywhere(not has_room):
         warnings.warn("train.graphs: memory has no room for recorded passes", stacklevel=1)
         return
-    row = [a for a in trainer.rows.row_of_step(trainer.plan.microbatches) if a.microbatch < DISTINCT]
-    pool, flats = torch.cuda.graph_pool_handle(), trainer.weights.trained
-    for passes in passes_by_length:
-        trainer.passes = passes
-        _run_alone(trainer, step, [a for a in row if a.microbatch < 2])  # makes what all passes share, loads kernels
-        trainer.weights.finish_reductions()
-        passes.recorder = PassRecorder(trainer.communicator, passes.ops, flats, pool)
-        try:
-            with passes.recorder.record_new_passes():
-                _run_alone(trainer, step, row)
-        except Exception as error:
+    row, pool = trainer.rows.row_of_step(trainer.plan.microbatches), torch.cuda.graph_pool_handle()
+    for trainer.passes in passes_by_length:
+        why = _record_passes_of_length(trainer, step, [a for a in row if a.microbatch < DISTINCT], pool)
+        if communicator.is_true_anywhere(bool(why)):
+            trainer.passes.drop_recorder()
+            why = why or "another rank cannot record its own"
             if asked == "on":
-                raise RuntimeError(f"train.graphs=on: {error}") from error
-            warnings.warn(f"train.graphs: passes are not recorded: {error}", stacklevel=1)
-            passes.recorder = None
-            for flat in flats:
+                raise RuntimeError(f"train.graphs=on: {why}")
+            warnings.warn(f"train.graphs: passes are not recorded: {why}", stacklevel=1)
+            for flat in trainer.weights.trained:
                 flat.drop_sums()
-            _run_alone(trainer, step, row)
         trainer.weights.finish_reductions()
+
+
+def _record_passes_of_length(trainer: Trainer, step: int, row: Sequence[Action], pool: Any) -> str:
+    """Record passes in a `row` of training step `step` over sequences of the present length; return why that fails. It
+    runs no collective, in which others might not take part."""
+    recorded, passes, flats = trainer.list_recorded_microbatches(row), trainer.passes, trainer.weights.trained
+    _run_alone(trainer, step, [a for a in row if a.microbatch < 2])  # makes what all passes share, loads kernels
+    summed = [flat.summed for flat in flats]
+    trainer.weights.finish_reductions()
+    if recorded[0]:
+        for flat, names in zip(flats, summed, strict=True):
+            flat.note_replayed_gradients(names)  # of the pass before
+    passes.recorder = PassRecorder(trainer.communicator, passes.ops, flats, pool)
+
+    def build_recorded_stage(forward: Forward, accumulated: Accumulated) -> PipelineExecutor:
+        """Construct an executor of which no pass is the last one, behind which gradients are reduced."""
+        return passes.build_lone_stage(forward, lambda action, _: accumulated(action, None))
+
+    try:
+        with passes.recorder.record_new_passes():
+            recordable = [a for a in row if a.microbatch in recorded]
+            trainer.run_passes(step, recordable, 1.0, build_recorded_stage, recorded)
+    except Exception as error:
+        passes.ops.ahead.begin_pass()  # forgets what the pass has begun
+        return str(error) or type(error).__name__
+    return ""

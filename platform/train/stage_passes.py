@@ -160,6 +160,12 @@ class StagePasses:
         """Return True while a pass is recorded, for which its position is there, with its data."""
         return self.recorder is not None and self.recorder.is_recording
 
+    def drop_recorder(self) -> None:
+        """Compute all passes from now on, without those that are recorded."""
+        recorder, self.recorder = self.recorder, None
+        if recorder:
+            recorder.drop_graphs()
+
     def begin_chunk(self, chunk: Chunk, split: str, first: int, end: int) -> None:
         """Load the data of a model chunk's forward pass into the present position; arguments as of `run_chunk`."""
         with self.communicator.clock.time_section("data"):

@@ -157,9 +157,15 @@ class Trainer:
     def enter_step(self, step: int) -> StagePasses:
         """Make the passes over sequences of training step `step` current, and return them; drop shorter ones."""
         length = find_sequence_length(self.config, step)
-        self._of_lengths = {n: passes for n, passes in self._of_lengths.items() if n >= length}
+        for shorter in [n for n in self._of_lengths if n < length]:
+            self._of_lengths.pop(shorter).drop_recorder()
         self.passes = self.passes_of_step(step)
         return self.passes
+
+    def drop_recorders(self) -> None:
+        """Drop the graphs of all recorded passes, for which the end of process groups would wait."""
+        for passes in self._of_lengths.values():
+            passes.drop_recorder()
 
     @property
     def ops(self) -> ParallelOps:
@@ -378,18 +384,27 @@ class Trainer:
         self._labels_ahead = labels
         weight = model.predict_ahead_weight / max(1, model.predict_ahead)
         self._factors_ahead = [weight * share / max(1, n) for n in self._labels_ahead]  # each loss is a mean
-        return self.run_passes(step, self.stage_actions(step), share, passes.build_pipeline), share
+        row = self.stage_actions(step)
+        recorded = self.list_recorded_microbatches(row) if passes.recorder else ()
+        return self.run_passes(step, row, share, passes.build_pipeline, recorded), share
 
     def stage_actions(self, step: int) -> Sequence[Action]:
         """Return the actions of this pipeline stage, in order, for the microbatches of training step `step`."""
         first, end = step_sample_range(self.config.train, step)
         return self.rows.row_of_step(-(-(end - first) // self.plan.sizes["batch"]))
 
-    def run_passes(self, step: int, row: Sequence[Action], loss_divisor: float, pipeline_of: PipelineOf) -> Tensor:
+    def run_passes(
+        self,
+        step: int,
+        row: Sequence[Action],
+        loss_divisor: float,
+        pipeline_of: PipelineOf,
+        recorded: Sequence[int] = (),
+    ) -> Tensor:
         """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
         accumulate this rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed
         loss (fp64 scalar). `loss_divisor`: the divisor of the global batch's loss; `pipeline_of`: constructor of the
-        executor of the row."""
+        executor of the row; `recorded`: microbatches whose passes are recorded, alike on all ranks."""
         passes, ops = self.passes, self.passes.ops
         first, end = (passes.pieces * n for n in step_sample_range(self.config.train, step))
         total, divisor, batch = (
@@ -397,10 +412,9 @@ class Trainer:
             passes.divisor.fill_(loss_divisor / self._loss_factor),
             passes.batch,
         )
-        recorded = self._list_recorded_microbatches(row)
         is_unsplit = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if is_unsplit and a.kind is Kind.BACKWARD}
-        reduces_early = is_unsplit and not any(m in recorded for m in last.values())  # no collective is recorded
+        reduces_early = is_unsplit and not any(m in recorded for m in last.values())  # reductions are not
         ops.losses_ahead = {}
 
         def enter_microbatch(m: int) -> None:
@@ -441,7 +455,7 @@ class Trainer:
         self.peak_live = pipeline.peak_live
         return total
 
-    def _list_recorded_microbatches(self, row: Sequence[Action]) -> Sequence[int]:
+    def list_recorded_microbatches(self, row: Sequence[Action]) -> Sequence[int]:
         """Return the microbatches of a schedule's `row` whose passes are recorded, alike on all ranks."""
         if not self.records or self.ops.watched:
             return ()

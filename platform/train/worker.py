@@ -434,6 +434,8 @@ class Worker(RecordingWorker):
         """Leave the mesh of workers: close its process groups and free the model; in-memory snapshots stay, and what
         adapters are of. Works in any state, repeatedly too; `join_mesh` may follow. Raises RuntimeError if the device
         no longer works, which makes this process useless."""
+        if self.trainer:
+            self.trainer.drop_recorders()  # an abort waits for their end
         self.abort()  # after a failure, closing would wait for collectives and transfers in progress
         self._end_recording()
         communicator, self.communicator = self.communicator, None

@@ -4,14 +4,19 @@ replays them on the same memory.
 As on a GPU, what is recorded is not executed: what it writes to memory of others is undone. No graph holds memory of
 others: where it is gone, a replay fails. What a graph allocates is memory of its pool: other graphs of the pool, whose
 recording did not overlap its life, overwrite it. A read of the host fails.
+
+A collective is launched, and waited for, where it was recorded, by what a communicator starts it with: of threads, or
+of groups that are as strict as NCCL may be. As in a capture of CUDA, one that was launched outside cannot be waited for
+inside, and none is left without a wait.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from math import inf
 from typing import Any
@@ -24,10 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from platform.predict import recorded_passes
+from platform.runtime import traced_collectives
+from platform.runtime.communicator import CollectiveHandle, Communicator, run_traced_collective
 from tests.harness.launches import arguments
 
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}  # operations whose result the host needs
 NOW = count()  # of the recordings of this process, in operations
+OURS = {**traced_collectives._FUNCTIONS, "collective": run_traced_collective._init_fn}
+HERE = threading.local()  # `recording`: the one of this thread, if any
 
 
 @dataclass
@@ -86,7 +95,18 @@ class TapedGraph:
 
     def __init__(self) -> None:
         self.tape: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[tuple[int, Place]]]] = []
+        self.flights: dict[int, Callable[[], Any]] = {}  # collectives under way in a replay, by number
         self.pool, self.begin, self.end, self.replayed = Pool(), inf, inf, 0
+
+    def reset(self) -> None:
+        self.tape.clear()
+        self.end = inf
+
+    def launch(self, number: int, start: Callable[..., Callable[[], Any]], *given: Any) -> None:
+        self.flights[number] = start(*given)
+
+    def wait(self, number: int) -> None:
+        self.flights.pop(number)()
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -102,7 +122,7 @@ class TapedGraph:
 def resolve(x: Any) -> Any:
     """An argument with the tensors that are at its places."""
     if isinstance(x, list | tuple):
-        return [resolve(y) for y in x]
+        return type(x)(resolve(y) for y in x)
     return x.tensor() if isinstance(x, Place) else x
 
 
@@ -113,21 +133,44 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._graph, self._pool = graph, pool or Pool()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # memory of others that is written, and what it held
+        self._launched, self._under_way = count(), set[int]()  # collectives
 
     def __enter__(self) -> Any:
+        HERE.recording = self
         self._pool.note_ends()
         self._graph.pool, self._graph.begin = self._pool, next(NOW)
         return super().__enter__()
 
     def __exit__(self, *why: Any) -> None:
         super().__exit__(*why)
-        self._graph.end = next(NOW)
+        HERE.recording = None
         for memory, before in self._before.values():
             memory.copy_(before)
         self._before.clear()
+        if not why[0]:
+            if self._under_way:
+                raise RuntimeError("operation failed as the capture has work that no stream waits for: a collective")
+            self._graph.end = next(NOW)
+
+    def launch(self, start: partial[Callable[[], Any]]) -> Callable[[], None]:
+        """Record the launch of a collective, which `start` would make; return what records the wait for it."""
+        number = next(self._launched)
+        self._under_way.add(number)
+        self._graph.tape.append((self._graph.launch, (number, start.func, *self._places(start.args)), {}, []))
+        return partial(self._wait, number)
+
+    def _wait(self, number: int) -> None:
+        self._under_way.remove(number)
+        self._graph.tape.append((self._graph.wait, (number,), {}, []))
+
+    def _places(self, x: Any) -> Any:
+        return tree_map_only(Tensor, self._place, x)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        if function.namespace == "platform":  # collectives of compiled blocks
+            with self:
+                return OURS[name](*args, **kwargs)
         if name in READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         if name == "lift_fresh":  # numbers of the host, which a kernel is given as they are
@@ -137,7 +180,7 @@ class Recording(TorchDispatchMode):
         asked, written = arguments(function, args, kwargs) if args else ({}, set())
         for x in (x for n in written for x in tree_leaves(asked[n]) if isinstance(x, Tensor)):
             self._keep(x)
-        recorded = tree_map_only(Tensor, self._place, (args, kwargs))
+        recorded = self._places((args, kwargs))
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = function(*args, **kwargs)
         made = []
@@ -164,6 +207,12 @@ class Recording(TorchDispatchMode):
             self._before[storage._cdata] = memory, memory.clone()
 
 
+def wait_outside(wait: Callable[[], Any]) -> None:
+    if getattr(HERE, "recording", None):
+        raise RuntimeError("operation not permitted when stream is capturing: it waits for what was launched before")
+    wait()
+
+
 @contextmanager
 def recording(device: str = "cpu") -> Iterator[list[TapedGraph]]:
     """Let this kind of device record graphs; the list has all that are made."""
@@ -173,8 +222,18 @@ def recording(device: str = "cpu") -> Iterator[list[TapedGraph]]:
         graphs.append(TapedGraph())
         return graphs[-1]
 
+    issue = Communicator._issue_collective
+
+    def issue_or_record(self, what, start, input_buffer, finish):
+        if recording := getattr(HERE, "recording", None):
+            return CollectiveHandle(self.clock, recording.launch(start), finish)
+        handle = issue(self, what, start, input_buffer, finish)
+        handle._wait = partial(wait_outside, handle._wait)
+        return handle
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorded_passes, "RECORDING", {"cuda", device})
+        patch.setattr(Communicator, "_issue_collective", issue_or_record)
         for name, value in {"CUDAGraph": made, "graph": Recording, "graph_pool_handle": Pool}.items():
             patch.setattr(torch.cuda, name, value)
         yield graphs

@@ -29,6 +29,7 @@ CUDA_ENVIRONMENT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # the watchdog sleeps 4 of these after an error, and a leave with it
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # a direction between stages has its own group
     "NCCL_RUNTIME_CONNECT": "0",  # connect for all sizes while forming: a first large call would block the host
+    "NCCL_GRAPH_REGISTER": "0",  # no buffers of recorded collectives, whose memory is in segments that expand
     "NCCL_RAS_ENABLE": "0",  # its thread connects processes for their lives, and crashes when peers die (nccl#1996)
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
 }

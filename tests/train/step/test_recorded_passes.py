@@ -4,31 +4,37 @@ of a GPU's graphs, which has each operation and the memory that it reads and wri
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.config.groups import Train
 from platform.launch import compose_config
+from platform.plan.layout import Mesh
+from platform.plan.schedule import Kind
 from platform.predict import recorded_passes
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import has_room_for_graphs, predict_footprints
 from platform.runtime import compilation, residual
-from platform.runtime.communicator import SingleRank
+from platform.runtime.communicator import Communicator, LaunchCounts, SingleRank
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.parallel_ops import ParallelOps
 from platform.runtime.pipeline import StageFailed
 from platform.train.faults import Fault
-from platform.train.pass_recorder import PassRecorder
+from platform.train.pass_recorder import PassRecorder, RecordedPass
 from platform.train.rehearsal import rehearse_steps
 from platform.train.stage_passes import StagePasses
 from platform.train.trainer import Trainer
 from platform.train.training_state import RankTrainingState
+from platform.train.worker import Worker
 from tests.harness.card import KernelCounter, alone, shrunk
 from tests.harness.oracle import MODELS, configure, trainer_of, validation_loss
 from tests.harness.streams import ROOT
@@ -36,6 +42,8 @@ from tests.harness.tape import recording
 from tests.harness.threads import run_threads
 
 SIZES = ("microbatch", "global_batch", "mlp_chunks")  # keys of `train` that `configure` has
+T, SP = {"tensor": "1d", "axes": {"t": 2}}, {"tensor": "1d_sp", "axes": {"t": 2}}
+RC: dict[str, Any] = {"axes": {"r": 2, "c": 2}, "microbatch": 4, "layers": 1}
 # name -> how many passes of a step are replayed on a rank, and the configuration
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (8, {"dropout": 0.1}),
@@ -60,6 +68,20 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole_t5": (4, {"microbatch": 4, **MODELS["whole_t5"]}),
     "original": (4, {"microbatch": 4, **MODELS["original"]}),
     "uneven": (2, {"data": 3, "microbatch": 1, "zero": 1}),
+    "1d": (8, {**T, "dropout": 0.1}),
+    "1d_sp": (6, {**SP, **MODELS["llama"], "layers": 1}),
+    "1d, zero 1": (4, {**T, "data": 2, "zero": 1, "microbatch": 1, "dropout": 0.1}),
+    "1d, compiled": (4, {**T, "microbatch": 4, "compile": "on", "dropout": 0.1}),
+    "1d_sp, compiled, recomputed": (6, {**SP, "compile": "on", "recompute": "full"}),
+    "2d": (2, {"tensor": "2d", **RC}),
+    "2d_gather": (2, {"tensor": "2d_gather", **RC, **MODELS["gpt_untied"]}),
+    "2d_gather, again": (2, {"tensor": "2d_gather", **RC, "gathered": "again", "recompute": "full"}),
+    "3d": (2, {"tensor": "3d", "axes": {"x": 2, "y": 2, "z": 2}, "microbatch": 4, "layers": 1}),
+    "2p5d": (2, {"tensor": "2p5d", "axes": {"d": 2, "r": 2, "c": 2}, "microbatch": 4, "layers": 1}),
+    "dsp": (2, {"branch": "dsp", "branch_axes": {"g": 2}, "microbatch": 4}),
+    "dsp_slice": (2, {"branch": "dsp_slice", "branch_axes": {"g": 2}, "microbatch": 4, **MODELS["t5"], "layers": 1}),
+    "d_model": (4, {"tensor": "layout", "axes": {"p": 2}, "rules": {"d_model": ["p"]}, "microbatch": 4}),
+    "context": (2, {"context": 2, "microbatch": 4, **MODELS["llama"]}),
 }  # fmt: skip
 Step = tuple[int, dict[str, Any]]
 # a step that is skipped, one that is done again, one under a fault
@@ -107,7 +129,7 @@ def run(c: Config, records: bool, replays: list[int] | None = None) -> list[Any]
 
 def replayed(trainer: Trainer) -> int:
     recorders = [passes.recorder for passes in trainer._of_lengths.values()]
-    return sum(graph.replayed for recorder in recorders if recorder for graph, _ in recorder._graphs.values())
+    return sum(graph.replayed for recorder in recorders if recorder for graph, *_ in recorder._passes.values())
 
 
 def differences(c: Config, replays: list[int] | None = None) -> list[str]:
@@ -121,7 +143,7 @@ def differences(c: Config, replays: list[int] | None = None) -> list[str]:
     return found
 
 
-FEW = ("zero 1", "labels that differ")
+FEW = ("zero 1", "labels that differ", "1d_sp")
 
 
 @pytest.mark.parametrize("plan", [*FEW, *(pytest.param(p, marks=pytest.mark.full) for p in PLANS if p not in FEW)])
@@ -188,6 +210,11 @@ def forget_sums(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FlatBucket, "note_replayed_gradients", lambda self, names: self._gradient_sum_buffer())
 
 
+def forget_launches(patch: pytest.MonkeyPatch) -> None:
+    """Collectives of a replayed pass are not counted, nor logged."""
+    patch.setattr(Communicator, "count_launches", lambda self, counts: None)
+
+
 CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "keys of the host": ("whole", bake_keys),
     "divisors of the host": ("labels that differ", bake_divisors),
@@ -195,6 +222,7 @@ CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "data elsewhere": ("labels that differ", keep_inputs),
     "sums elsewhere": ("labels that differ", move_sums),
     "sums that are not known": ("labels that differ", forget_sums),
+    "launches that are not counted": ("1d_sp", forget_launches),
 }
 
 
@@ -230,6 +258,65 @@ def test_passes_that_cannot_be_recorded_are_computed(read, monkeypatch):
     c.train.graphs = "on"
     with pytest.raises(RuntimeError, match="train.graphs=on: .*capturing"):
         differences(c)
+
+
+@pytest.mark.filterwarnings("ignore:train.graphs")
+def test_no_rank_records_where_another_cannot(monkeypatch):
+    """Collectives of a graph are those of graphs on all ranks of a group. Negative control: each decides by itself."""
+
+    def watch(self, name, x, spec):
+        if self.communicator.rank:
+            x.sum().item()
+        return x
+
+    monkeypatch.setattr(ParallelOps, "watch", watch)
+    c, replays = configured("1d_sp"), []
+    c.train.graphs = "auto"
+    assert differences(c, replays) == [] and set(replays) == {0}
+    c.train.graphs = "on"
+    with pytest.raises(RuntimeError, match="train.graphs=on: .*(capturing|another rank)"):
+        differences(c)
+    c.train.graphs = "auto"
+    monkeypatch.setattr(Communicator, "is_true_anywhere", lambda self, is_true: is_true)
+    assert differences(c, replays) == [] and {0, 6} <= set(replays)
+
+
+@pytest.mark.parametrize("waits", ["", "inside", "outside"])
+def test_a_collective_is_waited_for_where_it_was_launched(waits):
+    """As a capture of CUDA demands."""
+
+    def work(communicator: Communicator) -> Tensor:
+        x, graph = torch.ones(2), torch.cuda.CUDAGraph()
+        before = communicator.launch("all_reduce", x, ["t"])
+        with torch.cuda.graph(graph):
+            handle = communicator.launch("all_reduce", x, ["t"])
+            if waits:
+                y = (handle if waits == "inside" else before).wait() + 1
+        assert not y.equal(x + 2), "nothing is executed while it is recorded"
+        before.wait()
+        graph.replay()
+        return graph.tape[-1][-1][0][1].tensor()
+
+    with recording():
+        if waits == "inside":
+            assert all(x.tolist() == [3, 3] for x in run_threads(Mesh((("t", 2),)), work))
+        else:
+            with pytest.raises(RuntimeError, match="captur"):
+                run_threads(Mesh((("t", 2),)), work)
+
+
+def test_a_worker_drops_its_graphs_before_it_aborts_groups():
+    """NCCL's abort of a group waits until no graph has collectives of it, and a leave for that abort."""
+    events: list[str] = []
+    recorder = PassRecorder(SingleRank(Mesh(())), ParallelOps.__new__(ParallelOps), [], None)
+    graph = SimpleNamespace(reset=lambda: events.append("reset"))
+    recorder._passes[Kind.FORWARD, False] = RecordedPass(graph, LaunchCounts(Counter(), {}, []), [])
+    passes, trainer, worker = StagePasses.__new__(StagePasses), Trainer.__new__(Trainer), Worker.__new__(Worker)
+    passes.recorder, trainer._of_lengths = recorder, {16: passes}
+    worker.communicator = SimpleNamespace(abort=lambda: events.append("abort"), close=lambda: events.append("close"))
+    worker.trainer, worker.memories, worker.device, worker._profile = trainer, {}, "cpu", None
+    worker.leave()
+    assert events == ["reset", "abort", "close"] and passes.recorder is None
 
 
 def test_weights_that_are_loaded_are_read_by_recorded_passes():
@@ -315,7 +402,6 @@ def test_a_replayed_microbatch_is_launched_by_few_calls(monkeypatch):
 REASONS: list[tuple[str, list[str]]] = [
     ("train.graphs=off", ["train.graphs=off"]),
     ("microbatches of a pipeline overlap", ["pipeline=1f1b", "pipeline.stages=2"]),
-    ("collectives of tensor axes", ["tensor=1d", "tensor.axes.t=2"]),
     ("each microbatch's gradients are reduced", ["parallel.data=2", "parallel.zero=2"]),
     ("ranks make weights of 4 bits", ["tune=qlora"]),
     ("the host counts its experts' rows", ["model.experts=4", "model.capacity_factor=0"]),
