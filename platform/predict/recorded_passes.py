@@ -41,7 +41,6 @@ _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("each microbatch's gradients are reduced (parallel.zero)", lambda c, p: p.zero > 1),
     ("ranks make weights of 4 bits in its passes (tune=qlora)", lambda c, p: p.frees_weights),
     ("the host counts its experts' rows, or its attention's pairs", lambda c, p: counts_in_passes(p, "cuda")),
-    ("the host adds up what its routers choose", lambda c, p: c.model.experts),
     ("the host reads where documents begin", lambda c, p: "begins" in p.reader_layouts),
     ("the host has the factors of further losses (model.predict_ahead)", lambda c, p: c.model.predict_ahead),
     ("what it reads beside tokens and labels is of the host", lambda c, p: not _READ.issuperset(p.reader_layouts)),

@@ -113,7 +113,8 @@ class ParallelOps(Ops):
         self.residency: ParameterResidency | None = None  # of parameters that are gathered for each block
         self.ahead = ParameterPrefetcher(plan, self._start_conversion, ahead)
         self.watched: ActivationWatch | None = None  # sums up the activations of training steps that are followed
-        # by layer, how many tokens chose each expert and how many it took, in the passes of a training step
+        # by layer, how many tokens chose each expert and how many it took, in the passes of a training step: sums on
+        # the device, whose memory stays
         self.routed: dict[str, Tensor] = {}
         # by layer, the rows of each expert that passes have sent: kept where it is {} at first
         self.routing: dict[str, list[Sequence[int]]] | None = None
@@ -276,7 +277,7 @@ class ParallelOps(Ops):
             return
         first_pass = self.position.training and not self.ahead.again
         if first_pass and counts_at(self.communicator.coordinates, axes):
-            self.routed[name] = self.routed[name] + counts if name in self.routed else counts
+            self.routed[name] = self.routed[name].add_(counts) if name in self.routed else counts.clone()
 
     def record_sent_rows(self, name: str, rows: Iterable[tuple[int, int]]) -> None:
         """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""

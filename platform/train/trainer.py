@@ -380,7 +380,8 @@ class Trainer:
         passes = self.enter_step(step)
         is_watched = is_due(self.config.monitor.layers, step)
         passes.ops.watched = ActivationWatch(passes.stage, self.communicator) if is_watched else None
-        passes.ops.routed = {}
+        for counts in passes.ops.routed.values():
+            counts.zero_()
         self._labels_ahead = labels
         weight = model.predict_ahead_weight / max(1, model.predict_ahead)
         self._factors_ahead = [weight * share / max(1, n) for n in self._labels_ahead]  # each loss is a mean

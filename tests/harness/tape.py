@@ -169,8 +169,11 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
         if function.namespace == "platform":  # collectives of compiled blocks
-            with self:
+            super().__enter__()
+            try:
                 return OURS[name](*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         if name in READS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         if name == "lift_fresh":  # numbers of the host, which a kernel is given as they are

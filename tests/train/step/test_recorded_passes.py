@@ -81,6 +81,10 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "dsp": (2, {"branch": "dsp", "branch_axes": {"g": 2}, "microbatch": 4}),
     "dsp_slice": (2, {"branch": "dsp_slice", "branch_axes": {"g": 2}, "microbatch": 4, **MODELS["t5"], "layers": 1}),
     "d_model": (4, {"tensor": "layout", "axes": {"p": 2}, "rules": {"d_model": ["p"]}, "microbatch": 4}),
+    "experts": (4, {"microbatch": 4, **MODELS["experts"], "layers": 1}),
+    "experts, 1d": (4, {**T, "microbatch": 4, **MODELS["experts"]}),
+    "experts apart": (2, {"data": 2, "experts_of": 2, **MODELS["experts"]}),
+    "experts, compiled": (4, {"microbatch": 4, "compile": "on", **MODELS["experts"], "layers": 1}),
     "context": (2, {"context": 2, "microbatch": 4, **MODELS["llama"]}),
 }  # fmt: skip
 Step = tuple[int, dict[str, Any]]
@@ -118,7 +122,7 @@ def run(c: Config, records: bool, replays: list[int] | None = None) -> list[Any]
             report = trainer.step(step, then=ahead, **how)
             if replays is not None and not ahead and number not in (3, 4):
                 replays.append(replayed(trainer) - before)
-            numbers = [report.loss, report.grad_norm, report.skipped, report.samples, report.comm_bytes]
+            numbers = [report.loss, report.grad_norm, report.skipped, report.samples, report.comm_bytes, report.routed]
             blocks = {block.name: block.tensor.detach().clone() for block in state.live_blocks()}
             numbers.append(communicator.log[:])
             seen.append((str(numbers), validation_loss(trainer) if step == EVALUATED else 0.0, blocks))
@@ -210,6 +214,17 @@ def forget_sums(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FlatBucket, "note_replayed_gradients", lambda self, names: self._gradient_sum_buffer())
 
 
+def count_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """Sums of what routers choose are in other memory after each pass."""
+    count = ParallelOps.count_routed
+
+    def count_routed(self, name, counts, axes) -> None:
+        self.routed = {n: x.clone() for n, x in self.routed.items()}
+        count(self, name, counts, axes)
+
+    patch.setattr(ParallelOps, "count_routed", count_routed)
+
+
 def forget_launches(patch: pytest.MonkeyPatch) -> None:
     """Collectives of a replayed pass are not counted, nor logged."""
     patch.setattr(Communicator, "count_launches", lambda self, counts: None)
@@ -222,6 +237,7 @@ CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "data elsewhere": ("labels that differ", keep_inputs),
     "sums elsewhere": ("labels that differ", move_sums),
     "sums that are not known": ("labels that differ", forget_sums),
+    "counts elsewhere, memory freed": ("experts", count_elsewhere),
     "launches that are not counted": ("1d_sp", forget_launches),
 }
 
@@ -405,7 +421,6 @@ REASONS: list[tuple[str, list[str]]] = [
     ("each microbatch's gradients are reduced", ["parallel.data=2", "parallel.zero=2"]),
     ("ranks make weights of 4 bits", ["tune=qlora"]),
     ("the host counts its experts' rows", ["model.experts=4", "model.capacity_factor=0"]),
-    ("the host adds up what its routers choose", ["model.experts=4"]),
     ("the host reads where documents begin", ["data.document_mask=true"]),
     ("attention's kernels draw", ["model.dropout=0.1", "model.fused_dropout=true"]),
     ("its products are in 8 bits", ["precision=fp8"]),
