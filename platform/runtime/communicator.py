@@ -516,7 +516,7 @@ class Communicator(ABC):
 
     @contextmanager
     def divert_launches(self) -> Iterator[LaunchCounts]:
-        """Count the launches in the context in what it yields alone: those of a graph that `count_launches` later."""
+        """Count the launches in the context in what it yields alone, for `count_launches` at each run of a graph."""
         before = self.moved, self.launched, self.log
         self.moved, self.launched, self.log = counts = LaunchCounts(Counter(), {}, [])
         try:

@@ -3,7 +3,7 @@
 `compile_region` wraps a small pure function of local tensors (a region) by torch.compile. A region contains no
 collective, and takes as tensors all that changes between layers, steps and microbatches, so that there is one graph per
 region and shape. Graphs stay in the process from one generation to the next. `CompileTrial` wraps one while a
-generation forms: there a region may fail to compile.
+generation forms: there a region may fail to compile. One process of a node compiles, others read the cache.
 
 `use_deterministic_kernels` takes every sum in a fixed order, so that a step done again is equal in every bit
 (train.deterministic). `select_attention_kernel` has torch compute attention in the kernel that the plan names.
@@ -12,11 +12,14 @@ generation forms: there a region may fail to compile.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from fcntl import LOCK_EX, flock
 from functools import cache, partial, wraps
+from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -76,7 +79,8 @@ def compile_region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             signature = torch.is_grad_enabled(), *map(_compilation_key_of_argument, arguments)
         if compiled_function := known.get(signature):
             return compiled_function(*arguments)
-        with _LOCK, PROGRESS.mark_preparing(f"compile {function.__name__}"):
+        code = function.graph.code if isinstance(function, TracedFunction) else f"{function.__module__}.{function}"
+        with _LOCK, PROGRESS.mark_preparing(f"compile {function.__name__}"), _take_turn_on_node(code, arguments):
             with launch_collectives_of(None):
                 compiled_function = build(arguments)
             out = None if traced else compiled_function(*arguments)  # which compiles it
@@ -84,6 +88,35 @@ def compile_region(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return compiled_function(*arguments) if traced else out  # whose collectives wait for others that compile
 
     return run_compiled
+
+
+@contextmanager
+def _take_turn_on_node(code: str, arguments: Sequence[Any]) -> Iterator[None]:
+    """Let one process of this node at a time compile this `code` for tensors of these shapes, within the context: the
+    first one compiles, the others read what it has left in the cache of torch's inductor."""
+    if BACKEND != "inductor":
+        yield
+        return
+    folder = import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+    os.makedirs(folder, exist_ok=True)
+    what = re.sub(r" at 0x\w+", "", f"{code} {torch.is_grad_enabled()} {_compilation_key_of_argument(arguments)}")
+    lock = os.open(os.path.join(folder, f"{sha256(what.encode()).hexdigest()}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with suppress(OSError):  # of a file system without locks: then each compiles by itself
+            flock(lock, LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _use_cache_of_graphs() -> Iterator[None]:
+    """Let torch's inductor use its cache of graphs within the context: it asks for a place of symbolic shapes."""
+    shapes, fakes = import_module("torch.fx.experimental.symbolic_shapes"), import_module("torch._subclasses")
+    guards, gradients = import_module("torch._guards"), import_module("torch._functorch.config")
+    mode = fakes.FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes.ShapeEnv(), static_shapes=True)
+    with guards.tracing(guards.TracingContext(mode)), gradients.patch(enable_autograd_cache=False):
+        yield
 
 
 def _compile_function(function: Callable[..., Tensor]) -> Callable[[Sequence[Any]], Callable[..., Tensor]]:
@@ -112,7 +145,7 @@ def _compile_graph(function: TracedFunction, arguments: Sequence[Tensor]) -> Cal
     settings = {"size_asserts": False}
     if launches_collectives(function.graph):  # as early as in the graph, and waits as late
         settings |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
-    with import_module("torch._inductor").config.patch(settings):
+    with import_module("torch._inductor").config.patch(settings), _use_cache_of_graphs():
         compiled_function = fx.compile_fx(function.graph, list(arguments), inner_compile=keep_kernels)
     signatures = [_compilation_key_of_argument(x) for x in compiled_function(*arguments)]
     if signatures != [_compilation_key_of_argument(x) for x in kernels[-1](list(arguments))]:

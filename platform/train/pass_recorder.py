@@ -51,8 +51,7 @@ class PassRecorder:
 
     @contextmanager
     def record_new_passes(self) -> Iterator[None]:
-        """Record, within the context, each pass that has no graph yet, and replay none: as long as a rank may fail to
-        record its passes, no collective of others may wait for it."""
+        """Record, within the context, each pass that has no graph yet, and replay none."""
         self._records = True
         try:
             yield
@@ -74,7 +73,7 @@ class PassRecorder:
             if key not in self._passes:
                 self._passes[key] = self._record(action.kind, compute)
             graph, launches, summed = self._passes[key]
-            if not self._records:
+            if not self._records:  # else another rank may fail to record, for which collectives would wait
                 graph.replay()
                 self._communicator.count_launches(launches)
             if action.kind is Kind.BACKWARD:

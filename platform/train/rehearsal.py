@@ -63,9 +63,8 @@ def _run_alone(trainer: Trainer, step: int, row: Sequence[Action]) -> None:
 
 
 def _record_passes(trainer: Trainer, step: int, passes_by_length: Sequence[StagePasses]) -> None:
-    """Record passes of microbatches of all lengths, in memory of their own. Where that fails on any rank all compute
-    them as ever, as a graph's collectives are those of graphs of their groups, or raise RuntimeError under
-    train.graphs=on."""
+    """Record passes of microbatches of all lengths, in memory of their own. If that fails on any rank all compute them
+    as ever, since NCCL wants graphs of all ranks of a group, or raise RuntimeError under train.graphs=on."""
     asked, communicator = trainer.config.train.graphs, trainer.communicator
     is_cuda = communicator.device.type == "cuda"
     memory = torch.cuda.get_device_properties(communicator.device).total_memory if is_cuda else inf
