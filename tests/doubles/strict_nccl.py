@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from math import nan
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from platform.checkpoint import snapshots
 from platform.plan.layout import Mesh
 from platform.runtime import host_memory, process_groups
 from platform.runtime.process_groups import ProcessGroups, join_default_group
@@ -172,14 +174,14 @@ class World:
     def WORLD(self) -> Group:
         return self.here.default
 
-    def threads_of_rank(self, count: int) -> ThreadPoolExecutor:
+    def threads_of_rank(self, count: int, prefix: str = "") -> ThreadPoolExecutor:
         """Return threads that belong to the rank of this one."""
         rank, default = self.here.rank, self.here.default
 
         def belong() -> None:
             self.here.rank, self.here.default = rank, default
 
-        return ThreadPoolExecutor(count, initializer=belong)
+        return ThreadPoolExecutor(count, prefix, belong)
 
     # the engine
 
@@ -475,6 +477,9 @@ def run_strictly(
     monkeypatch.setattr(process_groups, "_all_gather", world.all_gather)
     monkeypatch.setattr(process_groups, "_reduce_scatter", world.reduce_scatter)
     monkeypatch.setattr(process_groups, "ThreadPoolExecutor", world.threads_of_rank)
+    monkeypatch.setattr(
+        snapshots, "futures", SimpleNamespace(**vars(futures) | {"ThreadPoolExecutor": world.threads_of_rank})
+    )
     results: list[Any] = [None] * mesh.world_size
 
     def main(rank: int) -> None:

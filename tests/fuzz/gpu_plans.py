@@ -19,12 +19,15 @@ from platform.plan.layout import is_at_index_zero
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import process_groups
 from platform.runtime.communicator import Communicator
+from platform.train.rehearsal import rehearse_steps
 from platform.train.trainer import Trainer
 from tests.doubles.strict_nccl import CONNECTIONS, run_strictly
 from tests.fuzz import plans
 from tests.fuzz.draw_data import open_data
 from tests.fuzz.plans import CLASSES
 from tests.harness.card import KernelCounter, alone
+from tests.harness.oracle import trainer_of
+from tests.harness.tape import recording
 
 __all__ = ["CLASSES", "opened"]
 
@@ -46,13 +49,34 @@ def on_strict_nccl(c: Config, plan: Plan, work: Callable[[Communicator], Any], e
 
 
 def check(r: Random, configs: Sequence[Config], planned: Sequence[Plan]) -> None:
-    """Run the plans under the rules of GPUs, then a whole step of one rank of each on the card. Raises AssertionError
-    naming what differs."""
-    plans.check(r, configs, planned, partial(on_strict_nccl, early=r.random() < 0.5), asks=False)
+    """Run the plans under the rules of GPUs, by graphs of passes where they can be recorded, then a whole step of one
+    rank of each on the card. Raises AssertionError naming what differs."""
+    ranks = partial(on_strict_nccl, early=r.random() < 0.5)
+    with recording(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "trainer_of", recording_trainer_of)
+        plans.check(r, configs, planned, ranks, asks=False)
     for c, plan in zip(configs, planned, strict=True):
         in_device = replace(c.optimizer, offload="none")  # as what is offloaded fills memory of the host
         on_card = replace(c, precision=r.choice(PRECISIONS), recompute_offload=False, optimizer=in_device)
-        step_on_card(on_card, r.randrange(plan.mesh.world_size))
+        step_on_card(with_rows_for_all(on_card), r.randrange(plan.mesh.world_size))
+
+
+def recording_trainer_of(c: Config, plan: Plan, communicator: Communicator, *data: Any) -> Trainer:
+    """A rank's trainer, whose passes are recorded where they can be if it is not alone, as the oracle is."""
+    trainer = trainer_of(c, plan, communicator, *data)
+    trainer.records &= plan.mesh.world_size > 1
+    if trainer.records:
+        trainer.config = replace(c, train=replace(c.train, graphs="on"))
+        rehearse_steps(trainer, c.train.steps)
+    return trainer
+
+
+def with_rows_for_all(c: Config) -> Config:
+    """A run with a token for each expert of a rank and more, as on the card each has one."""
+    if not c.model.experts or c.model.capacity_factor:
+        return c
+    names = ("microbatch", "global_batch", "ramp_from", "ramp_by", "ramp_samples")
+    return replace(c, train=replace(c.train, **{n: getattr(c.train, n) * c.model.experts for n in names}))
 
 
 def passes_of_rows(trainer: Trainer) -> int:
@@ -67,9 +91,11 @@ def step_on_card(c: Config, rank: int) -> None:
     than once, or works elsewhere; any error where its tensors are on two devices."""
     reads: list[int] = []
     with alone(c, rank, reads, corpus=open_data(c)) as trainer, KernelCounter(trainer.communicator) as counter:
+        trainer.weights.refresh_copies()  # as a restored rank does
         report = trainer.step(1)
     loads = len(trainer.plan.load_dependent_routes) * c.model.experts if trainer.plan.scheme.lent else 0
     *rows, end = reads  # numbers of rows, where experts have as many as choose them
+    end -= c.model.predict_ahead  # losses
     once = end in (2 + loads, 2 + 2 * c.model.experts + loads)  # some ranks count what experts are chosen
     once &= len(rows) == passes_of_rows(trainer)
     assert once and not report.skipped, f"rank {rank} on the card reads {reads}"

@@ -218,9 +218,11 @@ class Teacher:
 
     def read_classes(self, numbers: np.ndarray) -> np.ndarray:
         logits = [np.random.default_rng([3, n]).normal(size=self.vocab) * 2 for n in np.maximum(numbers, 0).flatten()]
-        logs = torch.tensor(np.stack(logits)).div(self.temperature).log_softmax(1)
-        kept = logs.topk(self.classes, 1)
-        return torch.cat((kept.indices.double(), kept.values), 1).numpy().reshape(*numbers.shape, -1)
+        scaled = np.stack(logits) / self.temperature
+        logs = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
+        kept = np.argsort(-logs, 1)[:, : self.classes]
+        values = np.take_along_axis(logs, kept, 1)
+        return np.concatenate((kept.astype(float), values), 1).reshape(*numbers.shape, -1)
 
 
 @dataclass

@@ -47,7 +47,7 @@ def calls_of(run: str) -> tuple[Call, ...]:
         return called
 
     c = shrunk(compose_config(RUNS[run]))
-    c.train.compile = "on"
+    c.train.compile, c.optimizer.offload = "on", "none"  # what goes to host memory is no region
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_ops, "compile_region", region)
         compiled_blocks._split_graph.cache_clear()
