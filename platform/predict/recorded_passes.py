@@ -17,6 +17,7 @@ from platform.plan.plan import Plan
 from platform.plan.whole_blocks import counts_in_passes
 
 RECORDING = {"cuda"}  # kinds of devices that record what is launched on them
+IN_TURN = ("none", "1f1b")  # schedules of which a lone stage runs the passes of one microbatch after the other's
 _READ = {"tokens", "labels", "positions", "source", "segments"}  # data that the device alone reads
 
 
@@ -37,7 +38,7 @@ def _draws_in_kernels(config: Config, plan: Plan) -> bool:
 # why no passes are recorded, and of which run that holds; the first is told
 _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("train.graphs=off", lambda c, p: c.train.graphs == "off"),
-    ("microbatches of a pipeline overlap", lambda c, p: len(p.chunks) > 1),
+    ("microbatches of a pipeline overlap", lambda c, p: len(p.chunks) > 1 or c.pipeline.kind not in IN_TURN),
     ("each microbatch's gradients are reduced (parallel.zero)", lambda c, p: p.zero > 1),
     ("ranks make weights of 4 bits in its passes (tune=qlora)", lambda c, p: p.frees_weights),
     ("the host counts its experts' rows, or its attention's pairs", lambda c, p: counts_in_passes(p, "cuda")),

@@ -427,6 +427,8 @@ REASONS: list[tuple[str, list[str]]] = [
     ("further losses", ["model.predict_ahead=1"]),
     ("activations go to host memory", ["recompute=full", "recompute_offload=true"]),
     ("monitor.timeline", ["monitor.timeline=true"]),
+    ("microbatches of a pipeline overlap", ["pipeline=gpipe"]),
+    ("microbatches of a pipeline overlap", ["pipeline=zb_h1"]),
     ("collectives run beside all passes", ["parallel.data=2", "train.global_batch=2", "train.microbatch=1"]),
 ]
 
