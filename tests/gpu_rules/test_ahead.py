@@ -59,6 +59,8 @@ BUDGETS = {
     "block_input_gradients": (22, 16.5),
     "block_weight_gradients": (4, 4.3),  # of them products alone
     "fine_tune block_backward": (16, 24.3),
+    "fine_tune_offload block_backward": (16, 24.4),
+    "distill block_backward": (16, 24.3),
     # 18 and 19 of them for six adapters, whose narrow products are three kernels each
     "lora block_forward": (28, 24.6),
     "lora block_backward": (34, 28.1),

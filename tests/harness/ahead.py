@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import StringIO
-from math import inf, prod
+from math import inf, nan, prod
 from pathlib import Path
 from shutil import which
 from types import SimpleNamespace
@@ -85,7 +85,7 @@ class Traced:
 
     def on_gpu(self) -> Callable[..., Tensor]:
         """The function, with a GPU in place of the card."""
-        scope: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": inf}
+        scope: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": inf, "nan": nan}
         exec(self.source.replace("type='card'", "type='cuda'"), scope)
 
         def function(*tensors: Tensor) -> Any:
