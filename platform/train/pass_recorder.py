@@ -81,7 +81,7 @@ class PassRecorder:
                     flat.note_replayed_gradients(names)
 
     def drop_graphs(self) -> None:
-        """Destroy the graphs: until then NCCL ends no group whose collectives they hold, not even by an abort."""
+        """Drop the graphs: until then NCCL ends no group whose collectives they hold, not even by an abort."""
         for recorded_pass in self._passes.values():
             recorded_pass.graph.reset()
         self._passes.clear()

@@ -161,7 +161,7 @@ class StagePasses:
         return self.recorder is not None and self.recorder.is_recording
 
     def drop_recorder(self) -> None:
-        """Destroy the graphs of recorded passes, and compute all passes from now on."""
+        """Drop the graphs of recorded passes, and compute all passes from now on."""
         recorder, self.recorder = self.recorder, None
         if recorder:
             recorder.drop_graphs()

@@ -395,24 +395,16 @@ class Trainer:
         return self.rows.row_of_step(-(-(end - first) // self.plan.sizes["batch"]))
 
     def run_passes(
-        self,
-        step: int,
-        row: Sequence[Action],
-        loss_divisor: float,
-        pipeline_of: PipelineOf,
-        recorded: Sequence[int] = (),
+        self, step: int, row: Sequence[Action], loss_divisor: float, build: PipelineOf, recorded: Sequence[int] = ()
     ) -> Tensor:
         """Run the forward and backward passes of the schedule's `row` on microbatches of training step `step`, and
         accumulate this rank's gradient of the global mean loss, whose reduction overlaps the passes. Return its summed
-        loss (fp64 scalar). `loss_divisor`: the divisor of the global batch's loss; `pipeline_of`: constructor of the
-        executor of the row; `recorded`: microbatches whose passes are recorded, alike on all ranks."""
+        loss (fp64 scalar). `loss_divisor`: the divisor of the global batch's loss; `build`: constructor of the row's
+        executor; `recorded`: microbatches whose passes are recorded, alike on all ranks."""
         passes, ops = self.passes, self.passes.ops
         first, end = (passes.pieces * n for n in step_sample_range(self.config.train, step))
-        total, divisor, batch = (
-            passes.total.zero_(),
-            passes.divisor.fill_(loss_divisor / self._loss_factor),
-            passes.batch,
-        )
+        total, divisor = passes.total.zero_(), passes.divisor.fill_(loss_divisor / self._loss_factor)
+        batch = passes.batch
         is_unsplit = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if is_unsplit and a.kind is Kind.BACKWARD}
         reduces_early = is_unsplit and not any(m in recorded for m in last.values())  # reductions are not
@@ -449,7 +441,7 @@ class Trainer:
             passes.begin_chunk(passes.stage.chunks[0], "train", first + m * batch, end)
 
         self.weights.begin_step(reduces_early)
-        pipeline = pipeline_of(forward, note_backward)
+        pipeline = build(forward, note_backward)
         if recorded and passes.recorder:
             pipeline.run_action = partial(passes.recorder.run_action, recorded, begin_recorded_pass)
         pipeline.run_row(row)
