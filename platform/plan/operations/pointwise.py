@@ -430,8 +430,8 @@ class NormOp(BlockOp):
             gain = ops.plain(ops.tensor(gain.elements, ops.wide), [gain])
         vectors, dims = [v for v in (gain, bias) if v], planned.operation.parameters[0].dims
         n, rows = x.elements, prod(ops.plan.local_shape(spec)[: -len(dims)])
-        casts, fused = ops.wide != ops.plan.itemsize["compute"], kind == "layernorm" or ops.device != "cpu"
-        fused |= ops.compiles_functions
+        casts = ops.wide != ops.plan.itemsize["compute"]
+        fused = ops.device != "cpu" or ops.compiles_functions or (kind == "layernorm" and not casts)
         in_pieces = bool(planned.over) or not fused
         saved = [x.storage, *(ops.new(rows, ops.wide) for _ in range(1 + (kind == "layernorm")))]
         saved += [v.storage for v in (vectors if kind == "layernorm" and not planned.over else vectors[:1])]

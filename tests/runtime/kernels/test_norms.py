@@ -1,4 +1,4 @@
-"""RMSNorm as it is computed on a CPU, against torch's."""
+"""RMSNorm, and LayerNorm of 16 bits, as they are computed on a CPU, against torch's."""
 
 from __future__ import annotations
 
@@ -42,6 +42,34 @@ def test_16_bits_are_computed_in_32():
     assert all(x.dtype == torch.bfloat16 for x in found)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=2**-5, atol=2**-5)
+
+
+def layer_norm(compute, rows, dtype):
+    """LayerNorm of rows, and gradients of all that it reads; numbers are those that 16 bits have."""
+    draw = torch.Generator().manual_seed(4)
+    numbers = [torch.randn(n, 64, generator=draw).bfloat16() for n in (rows, 1, 1, rows)]
+    x, gain, bias, weights = (
+        n.to(dtype).requires_grad_() for n in (numbers[0], *(n[0] for n in numbers[1:3]), numbers[3] + 0.5)
+    )
+    out = compute(x, gain, bias)
+    return out.detach(), *torch.autograd.grad((out * weights).sum(), (x, gain, bias))
+
+
+def ours_of_layers(x, gain, bias):
+    return statistics.apply_norm(x, gain, bias, "layernorm", 1e-5, SingleRank(Mesh.arrange_axes({"t": 1})), ())
+
+
+def test_16_bits_are_summed_in_32_over_many_rows():
+    """LayerNorm's gradients of gain and bias; the negative control is torch's own."""
+    exact = layer_norm(lambda x, g, b: F.layer_norm(x, g.shape, g, b), 8192, torch.float64)
+    of_torch = layer_norm(lambda x, g, b: F.layer_norm(x, g.shape, g, b), 8192, torch.bfloat16)
+    of_ours = layer_norm(ours_of_layers, 8192, torch.bfloat16)
+    errors = [
+        [float((x.double() - y).norm() / y.norm()) for x, y in zip(of, exact, strict=True)]
+        for of in (of_ours, of_torch)
+    ]
+    assert max(errors[0]) < 2**-8, errors
+    assert errors[1][3] > 0.1, "torch sums in 32 bits too: `_LayerNorm` is no longer needed"
 
 
 def test_negative_control_a_gradient_without_the_statistic(monkeypatch):
