@@ -64,7 +64,8 @@ class ScaledMatrix(NamedTuple):
 def _view_as_tiles(x: Tensor, tile: Tile) -> Tensor:
     """Return matrices in 8 bits, or to be so, as [.., tiles, rows, tiles, columns]: with zeros to whole tiles."""
     *stack, rows, columns = x.shape
-    tall, wide = tile[0] or rows, tile[1] or columns
+    # a single tile needs no zeros
+    tall, wide = (min(extent or n, n) or 1 for extent, n in zip(tile, (rows, columns), strict=True))
     if rows % tall or columns % wide:
         x = F.pad(x, (0, -columns % wide, 0, -rows % tall))
     return x.reshape(*stack, x.shape[-2] // tall, tall, x.shape[-1] // wide, wide)
