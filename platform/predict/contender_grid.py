@@ -47,7 +47,7 @@ from platform.predict.make_plan import CHOICES, compose_config_scheme, plan_quic
 from platform.predict.memory_budget import device_kind, list_compiled
 from platform.predict.meter import MemoryMeter
 from platform.predict.sketch import BASE, SEQUENCES, Columns, Sketch, sketch_model
-from platform.predict.step_price import read_bucket_size
+from platform.predict.step_price import read_bucket_size, read_narrow_gathers
 
 # A mode's contenders are kept by bands of memory: a contender stays if all quicker ones but a few need more. So
 # whatever factor the estimates of a mode are wrong by, its best contender that fits is kept.
@@ -93,6 +93,7 @@ class ContenderGrid:
             {word: self._measure_offload(word) for word in {*list_offloads(c), c.optimizer.offload}},
             c.parallel.overlap, may_compile(c.train.compile, "cuda"),
             device_kind(c) == "cuda", read_bucket_size(c), [*NF4_UNITS][c.tune.double],
+            read_narrow_gathers(c),
         )  # fmt: skip
 
     def _measure_offload(self, word: str) -> Offload:

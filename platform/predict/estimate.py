@@ -16,7 +16,7 @@ from platform.plan.plan import ITEMSIZE
 from platform.plan.quantisation import ROLES
 from platform.plan.schedule import place_layers
 from platform.plan.scheme import CONTEXT, REPLICAS
-from platform.plan.step_collectives import DECODED
+from platform.plan.step_collectives import DECODED, ROUNDED, SPREAD
 from platform.predict import price
 from platform.predict.bucket_size import MIB, choose_bucket_count
 from platform.predict.contenders import Contender
@@ -73,8 +73,9 @@ class Circumstances:
     each with its cost and whether it is of a layer, sequences of a step (`batch`), numbers of optimizer state
     (`moments`), what each value of optimizer.offload moves (`offloads`), whether collectives of parameters go on beside
     computation (`overlap`), whether blocks are compiled where they can be (`compiles`), whether devices have libraries
-    that reserve memory, MiB of gradients in a bucket, None if the links say (`bucket_mib`), and elements that are
-    together in 4 bits (`unit`)."""
+    that reserve memory, MiB of gradients in a bucket, None if the links say (`bucket_mib`), elements that are together
+    in 4 bits (`unit`), and whether ZeRO-3 gathers weights in 8 bits (`narrow_gathers`: on, off, or auto, what is
+    faster)."""
 
     hardware: Hardware
     precision: str
@@ -88,6 +89,7 @@ class Circumstances:
     libraries: bool
     bucket_mib: int | None
     unit: int
+    narrow_gathers: str
 
 
 @lru_cache(maxsize=1 << 12)
@@ -106,7 +108,8 @@ def share_units(units: Sequence[tuple[float, bool]], stages: int, chunks: int) -
 class _ParameterCosts(NamedTuple):
     """Costs of parameters on a worker: bytes of `state`, of all and of a deep layer (`layer_state`); seconds in which
     gradients are summed (`reduces`), of all and of the `last` bucket, and parameters gathered (`gathers`); elements
-    `updated`; bytes a deep layer has `whole` at work under ZeRO-3: weights, gradients, the next layer's weights."""
+    `updated`; bytes a deep layer has `whole` at work under ZeRO-3: weights, gradients, the next layer's weights. Of
+    gathers in 8 bits: seconds of `maxima` once a step, and bytes `rounded` and kernels `launched` in each pass."""
 
     state: Column
     layer_state: Column
@@ -115,6 +118,9 @@ class _ParameterCosts(NamedTuple):
     gathers: Column
     updated: Column
     whole: Column
+    maxima: Column
+    rounded: Column
+    launched: Column
 
 
 def once_each(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,16 +297,17 @@ class Estimator:
         ))  # fmt: skip
 
     @once_each
-    def _parameter_costs(self, zero: int, offload: str) -> _ParameterCosts:
-        """Return what a worker has of all parameters and does with them, as if they were on one stage."""
+    def _parameter_costs(self, zero: int, offload: str, narrow: bool = False) -> _ParameterCosts:
+        """Return what a worker has of all parameters and does with them, as if they were on one stage. `narrow`: True
+        if weights that can be so are gathered in 8 bits."""
         master, compute = self.size["master"], self.size["compute"]
         costs = _ParameterCosts(*(np.zeros_like(self.stages, dtype=float) for _ in _ParameterCosts._fields))
         copies = compute if compute != master or zero in (1, 2) else 0
         alike: dict[tuple, list[int]] = {}
         for i, kind in enumerate(self.kinds):
             if kind.what in PARAMETERS:
-                alike.setdefault((kind.what, kind.axes), []).append(i)
-        for (what, axes), rows in alike.items():
+                alike.setdefault((kind.what, kind.axes, narrow and kind.tiled), []).append(i)
+        for (what, axes, tiled), rows in alike.items():
             elements, of_layer = (times[rows] @ self.numbers[rows] for times in (self.whole, self.layer))
             shards, is_trained = self._group_size(tuple(a for a in axes if a in (*REPLICAS, *CONTEXT))), what == TRAINED
             state, summed, used = (shards if zero >= least else 1.0 for least in (1, 2, 3))
@@ -309,16 +316,25 @@ class Estimator:
             # of master copies and states, on the device
             numbers = 1 + self.setting.moments - self.setting.offloads[offload].away
             held = kept / used + is_trained * (master * numbers / state + master / summed)
-            blocks = max(1.0, min(self.whole[rows].sum(), self.setting.layers + 2))
+            weights = self.whole[rows].sum()
+            blocks = max(1.0, min(weights, self.setting.layers + 2))
             buckets = blocks if zero == 3 else np.minimum(self._count_buckets(axes, elements * master), blocks)
             elements_at_once = elements / buckets
             summed_bytes = elements_at_once * (compute if zero >= 2 else master)
             each = is_trained * self.collective_seconds("reduce_scatter" if zero else "all_reduce", axes, summed_bytes)
-            moved = elements_at_once * (kept if what == QUANTISED else compute) / shards
+            in_tiles = tiled * (shards > 1)  # what is not sharded is not gathered
+            moved = elements_at_once * (kept if what == QUANTISED else np.where(in_tiles, 1, compute)) / shards
             gather = self.collective_seconds("all_gather", axes, moved) if zero == 3 or (zero and is_trained) else 0.0
             updated = is_trained * elements / state
             whole = of_layer * compute * (1 + self.setting.overlap + is_trained) * (zero == 3) * (shards > 1)
-            more = elements * held, of_layer * held, buckets * each, each, buckets * gather, updated, whole
+            maxima = in_tiles * buckets * self.collective_seconds("all_reduce", axes, 0 * elements)  # a few kB
+            times, launches = SPREAD[self.setting.compiles]
+            rounded = in_tiles * elements * ((ROUNDED[0] + compute) / shards + 1 + times * compute)
+            launched = in_tiles * weights * (ROUNDED[1] + launches)
+            more = (
+                elements * held, of_layer * held, buckets * each, each, buckets * gather, updated, whole,
+                maxima, rounded, launched,
+            )  # fmt: skip
             costs = _ParameterCosts(*(total + part for total, part in zip(costs, more, strict=True)))
         return costs
 
@@ -416,10 +432,22 @@ class Estimator:
             seconds = seconds + exposed_seconds(costs.gathers, forward)
         if zero < 2:
             return seconds + exposed_seconds(costs.reduces, backward)
+        ways = {"on": (True,), "off": (False,)}.get(s.narrow_gathers, (False, True)) if zero == 3 else (False,)
+        each, m = (self._parameter_costs(zero, offload, way) for way in ways), self._microbatches_of(chunks)
+        return seconds + np.minimum.reduce([self._seconds_beside_passes(zero, way, passes, share, m) for way in each])
+
+    def _seconds_beside_passes(
+        self, zero: int, costs: _ParameterCosts, passes: NDArray, share: Column, m: Column
+    ) -> Column:
+        """Return the seconds by which collectives of parameters beside the `passes` of m microbatches, and the rounding
+        of what is gathered in 8 bits, make a step longer, by their costs; `share`: of the stage that has most."""
+        beside = np.zeros_like(passes)
+        beside[COMPUTING] = bytes_seconds(costs.rounded, self.setting.hardware)
+        beside[KERNELS] = price.host_seconds(costs.launched, 0.0, self.setting.hardware)
         gathers = costs.gathers if zero == 3 else 0 * costs.gathers
         moved = np.stack([gathers, gathers + costs.reduces]) * share * self.stages
-        longer = self._device_seconds(passes, moved) - self._device_seconds(passes)
-        return seconds + self._microbatches_of(chunks) * longer.sum(axis=0) / self.stages
+        longer = self._device_seconds(passes + beside * share * self.stages, moved) - self._device_seconds(passes)
+        return costs.maxima * share + m * longer.sum(axis=0) / self.stages
 
     def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> tuple[Column, Column]:
         """Return the estimated seconds of a step, and bytes of the neediest worker, of contenders `rows` in a mode."""

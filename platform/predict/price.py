@@ -104,7 +104,7 @@ def computing_seconds(
 CALL = 1.4e-6  # seconds of the host for a Python call: its cores differ less than what a launch costs them
 
 
-def host_seconds(kernels: float, calls: float, hardware: Hardware) -> float:
+def host_seconds(kernels: Number, calls: Number, hardware: Hardware) -> Number:
     """Return the seconds in which the host launches kernels by so many Python calls; a CPU's launches have theirs."""
     return kernels * hardware.launch + calls * CALL * hardware.ahead
 

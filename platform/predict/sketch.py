@@ -17,6 +17,7 @@ from platform.model import build_model
 from platform.model.tuning import find_adapters
 from platform.plan.adapters import adapter_sizes, can_quantise
 from platform.plan.chunks import axes_of_replication, find_recordings
+from platform.plan.gathered_tiles import find_gathered_tiles
 from platform.plan.layout import Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import Adapter, Operation, Parameter, Recompute, Spec
 from platform.plan.operation_plan import Collective, PlannedOperation
@@ -64,7 +65,7 @@ class Quantity(NamedTuple):
     if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
     recompute=selective; `again`: done again with recompute=full; `hidden`: done again if feed-forward layers are in
     chunks of rows; `frozen`: a product whose weight takes no gradient; `narrow`: ROLES of it that are products in 8
-    bits."""
+    bits; `tiled`: a weight that ZeRO-3 can gather in 8 bits."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class Quantity(NamedTuple):
     hidden: bool = False
     frozen: bool = False
     narrow: tuple[str, ...] = ()
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,8 @@ def _iterate_quantities(
     for p in o.parameters:
         axes = mesh.order_axes(partial_axes(planner.layout(p), planned.compute_axes))
         what = PARAMETERS[planner.is_frozen(p) * (1 + (quantises and can_quantise(p)))]
-        yield Quantity(what, axes, again=False), prod(planner.local_shape(p))
+        tiled = p.name in find_gathered_tiles(planner, [planned], {p.name: p}, ()).tiles
+        yield Quantity(what, axes, again=False, tiled=tiled), prod(planner.local_shape(p))
     ahead, results = Counter(_weight_collectives(planner, planned)), Counter(planned.results if planned.once else ())
     for c in planned.collectives:
         ahead[c] -= (goes := ahead[c] > 0)

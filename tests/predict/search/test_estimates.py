@@ -127,6 +127,33 @@ def test_estimates_know_products_in_8_bits(seed, scale, count):
     assert len(far_off(compared)) <= 0.12 * count, far_off(compared)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("gather", ["on", "auto"])
+def test_estimates_know_gathers_in_8_bits(gather):
+    """On random plans of ZeRO-3."""
+    compared = list(compare(16, 12, more=("precision=fp8", "parallel.zero=3", f"quantise.gather={gather}")))
+    assert 0.9 < median(c.seconds for c in compared) < 1.1
+    assert len(far_off(compared)) <= 0.12 * len(compared), far_off(compared)
+
+
+def estimate_between_nodes(gather: str) -> tuple[float, float]:
+    """Seconds of a step of ZeRO-3 whose gathers are longer than its products, as estimated and as the plan's price."""
+    typed = "model=gpt3_13b", "model.layers=12", "model.length=512", "precision=fp8", f"quantise.gather={gather}"
+    more = "parallel.zero=3", "parallel.data=16", "train.microbatch=1", "train.global_batch=16", "cluster.gpu=H100-80GB"
+    config = compose_config([*typed, *more, "cluster.device=cuda", "plan.search=[recompute]"])
+    grid = ContenderGrid(SearchSpace(config), 16, 80e9, read_hardware("h100"))
+    rated = grid.estimate_choices([grid.space.read_contender()])[0]
+    return rated.seconds, step_price(config, plan_quickly(config), grid.hardware).seconds
+
+
+def test_gathers_in_8_bits_are_shorter_and_auto_takes_them():
+    """The negative control is the estimate of 16 bits for the plan in 8."""
+    seconds = {gather: estimate_between_nodes(gather) for gather in ("on", "off", "auto")}
+    assert all(0.9 < estimated / of_plan < 1.1 for estimated, of_plan in seconds.values()), seconds
+    assert seconds["auto"] == seconds["on"]
+    assert seconds["off"][0] > 1.15 * seconds["on"][1], seconds
+
+
 def test_negative_control_products_priced_in_16_bits_are_slower(monkeypatch):
     """The closed form that does not know them is off by what they gain."""
     typed = "model=gpt3_13b", "model.layers=4", "precision=fp8"
