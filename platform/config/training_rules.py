@@ -431,7 +431,7 @@ def _violations_of_eight_bits(config: Config) -> Iterator[str]:
     if how and how.scale == "mx" and not how.powers:
         yield violation_of_key(config, "quantise.powers", "scales of MX are powers of two", ["on", "auto"])
     if config.quantise.gather == "on" and not (how and how.has_equal_tiles and config.parallel.zero == 3):
-        constraint = "weights keep their numbers under parallel.zero=3, with scales of blocks that are powers of two"
+        constraint = "weights keep their numbers under parallel.zero=3, with powers of two of blocks or tensors"
         yield violation_of_key(config, "quantise.gather", constraint, ["auto"])
     if how and how.scale not in EXACT and config.parallel.lent_experts:
         constraint = f"experts are lent without the scale of their {how.scale}"

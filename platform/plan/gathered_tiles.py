@@ -56,12 +56,13 @@ def _tile_weight(planner: Planner, p: Parameter, einsums: Sequence[Einsum | None
     if len(sides) > 1 or None in sides:
         return "other uses read it in more bits"
     ((stack, rows, columns),) = sides  # type: ignore[misc]
-    layout = planner.layout(p)
+    layout, sizes = planner.layout(p), planner.tensor_sizes(p)
+    block = how.block if how.scale == "block" else max(prod(sizes[d] for d in dims) for dims in (rows, columns))
     for dims in (rows, columns):
-        if cut := find_cut_block(planner, p, dims, layout, how.block):
-            return f"{cut} inside a tile of {how.block}"
+        if cut := find_cut_block(planner, p, dims, layout, block):
+            return f"{cut} inside a tile of {block}"
     shape = dict(zip(p.dims, planner.local_shape(p, layout), strict=True))
-    return WeightTiles(how.block, *(prod(shape[d] for d in dims) for dims in (stack, rows, columns)))
+    return WeightTiles(block, *(prod(shape[d] for d in dims) for dims in (stack, rows, columns)))
 
 
 def _find_sides(e: Einsum) -> tuple[tuple[str, ...], ...] | None:

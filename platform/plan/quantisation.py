@@ -47,7 +47,7 @@ class Quantisation:
     @property
     def has_equal_tiles(self) -> bool:
         """Return True if both passes make the same numbers of a weight in 8 bits, and make them again of themselves."""
-        return self.scale == "block" and self.powers
+        return self.scale in ("block", "tensor") and self.powers
 
     @property
     def title(self) -> str:

@@ -42,13 +42,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "rows of experts": {**EXPERTS, **ZERO, "experts_of": 2, "capacity_factor": 0.0},
     "adapters": {**ZERO, "layers": 2},
 }
+SCALED = {"zero 3, tensor": "tensor", "contexts, tensor": "tensor", "slots of experts, tensor": "tensor"}
+PLANS |= {name: PLANS[name.removesuffix(f", {scale}")] for name, scale in SCALED.items()}
+FEW = "shards that cut blocks", "in bf16, of three", "zero 3, tensor"
 RECIPE = ("+experiment=llama_8b_fp8", "model.layers=2", "train.global_batch=128", "cluster.gpu=H100")
 
 
 def planned(name: str, gather: str):
     """A configuration of PLANS whose weights are gathered in 8 bits, or not."""
-    c = configured("block", **PLANS[name])
-    c.quantise.gather, c.optimizer.clip = gather, 0.0
+    c = configured(SCALED.get(name, "block"), **PLANS[name])
+    c.quantise.gather, c.quantise.powers, c.optimizer.clip = gather, "on", 0.0
     if name == "adapters":
         c.tune.kind, c.tune.rank = "lora", 4
     return c
@@ -59,9 +62,7 @@ def count_tiled(plan) -> int:
     return sum(len(b.tiles) for b in plan.buckets)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("shards that cut blocks", "in bf16, of three") else pytest.param(n, marks=full) for n in PLANS]
-)
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=full) for n in PLANS])
 def test_no_bit_of_a_step_changes(name):
     """Losses, gradients, two updates; and fewer bytes move, as planned."""
     (wide_plan, wide), (plan, ranks) = (run(planned(name, gather)) for gather in ("off", "auto"))
@@ -193,6 +194,9 @@ def test_a_plan_says_what_is_not_gathered_so():
     c.quantise.scale = "row"
     plan = make_plan(c)
     assert not count_tiled(plan) and "layers.0 gathered as they are: each pass rounds" in describe(plan)
+    parts = configured("tensor", tensor="1d", axes={"t": 2}, **ZERO)
+    parts.quantise.powers = "on"
+    assert "is cut by t inside a tile of" in describe(make_plan(parts)), "of which no rank has all"
     assert "7 weights gathered in 8 bits" in describe(make_plan(planned("zero 3", "auto")))
     assert "7 weights gathered as they are: quantise.gather" in describe(make_plan(planned("zero 3", "off")))
 
