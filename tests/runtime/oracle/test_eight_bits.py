@@ -291,12 +291,32 @@ def find_gap(scale: str, name: str) -> tuple[float, float]:
 
 
 @full
-@pytest.mark.parametrize("name", ["1d", "1d_sp", "3d", "zero 3"])
+@pytest.mark.parametrize("name", ["1d", "1d_sp", "3d", "2d", "recomputed", "zero 3"])
 def test_bf16_runs_differ_little_more_than_without(name):
     """Sums round by layout. Of numbers that differ by one rounding in bf16, one in 16 crosses a border of e4m3, and
     moves 16 times as far: the same on average, 4 times in root mean square, and less than 8 bits themselves do."""
-    (bare, _), *gaps = (find_gap(scale, name) for scale in ("none", "block", "row"))
+    (bare, _), *gaps = (find_gap(scale, name) for scale in ("none", "block", "row") if (name, scale) != ("2d", "row"))
     assert all(gap <= min(4 * bare, 0.75 * error) for gap, error in gaps), (bare, gaps)
+
+
+def round_to(bits: int, x: torch.Tensor) -> torch.Tensor:
+    """Numbers in fp32 rounded to so many bits behind the point, to even."""
+    dropped = 23 - bits
+    codes = x.float().contiguous().view(torch.int32)
+    codes = codes + (1 << dropped - 1) - 1 + ((codes >> dropped) & 1)
+    return ((codes >> dropped) << dropped).view(torch.float32)
+
+
+@full
+@pytest.mark.parametrize(("bits", "least"), [(7, 0.9), (5, 1.2), (3, 2.5)])
+def test_numbers_that_flip_are_why(bits, least, monkeypatch):
+    """A number in fewer bits flips more seldom, and further: as the root of how much coarser it is than bf16, at most.
+    With as many bits as bf16 has, 7, the gap is that without 8 bits; 3 are those of e4m3."""
+    bare, _ = find_gap("none", "1d")
+    monkeypatch.setattr(eight_bits, "choose_factors", lambda maxima, largest, powers: torch.ones_like(maxima))
+    monkeypatch.setattr(eight_bits, "round_tiles", lambda x, tile, factors, dtype: round_to(bits, x))
+    gap, _ = find_gap("block", "1d")
+    assert least * bare <= gap <= 1.1 * 2 ** ((7 - bits) / 2) * bare, (gap, bare)
 
 
 @full
