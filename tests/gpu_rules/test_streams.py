@@ -235,7 +235,9 @@ MORE = {
         TWO, stream_states, settings={"optimizer.offload": "states+masters", "train.ema": 0.9, "eval.averaged": True}
     ),
     "tensors in 8 bits, 3d": Case({"tensor": "3d", **XYZ}, settings={"quantise.scale": "tensor"}),
-    "blocks in 8 bits, zero=3": Case({**TWO, "zero": 3}, settings={"quantise.scale": "block", "quantise.block": 8}),
+    "blocks in 8 bits, zero=3": Case(  # of the last stage: an embedding's gather would be waited for before the maxima
+        {**PAIR, "data": 2, "zero": 3}, rank=2, settings={"quantise.scale": "block", "quantise.block": 8}
+    ),
     "snapshot, zero=1": Case({**TWO, "zero": 1}, snapshot),
     "generation, last stage": Case(PAIR, write, rank=1),
     "comparison": Case({**TWO, "zero": 1}, compare),

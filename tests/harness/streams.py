@@ -42,6 +42,7 @@ from platform.runtime import recompute, staged_memory
 from platform.runtime.clock import SectionClock
 from platform.runtime.communicator import CollectiveHandle, Communicator, SingleRank
 from platform.runtime.conversion import PendingConversion
+from platform.runtime.tiled_gathers import TiledBucket
 from platform.train import trainer as trainer_module
 from platform.train.trainer import Trainer
 from tests.harness.card import CARD, MODULE, AsOnNccl, alone
@@ -567,6 +568,9 @@ def recorded(c: Config, rank: int, recorder: Recorder) -> Iterator[Trainer]:
                 return read(self, x)
 
             within.setattr(Communicator, "read_numbers", noted)
+            for bucket in trainer.weights.buckets:
+                if isinstance(bucket, TiledBucket):
+                    bucket.start_maxima()  # as what would give the trainer its weights does
             yield trainer
     for streams in STREAMS:
         streams.cache_clear()
