@@ -217,7 +217,7 @@ model.shared_d_ff=8 model.experts=4 | model.shared_d_ff=8: there are no shared e
 model.expert_factors=true | model.expert_factors=true: model.experts=0: the model has no experts | false
 model.experts=4 model.expert_norms=true | model.expert_norms=true: model.shared_experts=0: nothing else reads | false
 model.global_d_kv=8 | model.global_d_kv=8: model.window=0: all layers are alike | 0
-model.global_kv_heads=3 model.window=4 | model.global_kv_heads=3: must divide model.heads=4 | 2 or 4
+model.global_kv_heads=3 model.window=4 | model.global_kv_heads=3: must divide model.heads=4 | 2, 4
 model.kv_latent=8 model.value_norm=true | model.value_norm=true: model.kv_latent=8 makes keys and values | false
 model.values_are_keys=true model.kind=encoder_decoder | model.values_are_keys=true: model.kind=encoder_decoder | false
 model.positions=rope model.window=4 model.global_d_kv=7 | model.global_d_kv=7: model.positions=rope rotates | 6, 8
