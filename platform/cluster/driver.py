@@ -47,6 +47,7 @@ from platform.plan.model_types import AHEAD
 from platform.plan.plan import Plan
 from platform.plan.plan_data import plan_summary
 from platform.plan.plan_summary import format_number, head_lines
+from platform.predict.async_choice import describe_async_products
 from platform.predict.choose_schedule import violations_of_kernel, violations_of_text_requests
 from platform.predict.memory_budget import predict_peak_bytes
 
@@ -388,7 +389,8 @@ def list_start_lines(config: Config, plan: Plan, device: str) -> list[str]:
     placed_config = replace(config, cluster=replace(config.cluster, device=device))
     title, memory = head_lines(plan, 0)[0], format_number(predict_peak_bytes(placed_config, plan))
     size = f"{plan.parameter_count:,} parameters, {memory}B of memory for a worker"
-    return [f"{title}; {size}", *(f"warning: {warning}" for warning in plan.warnings)]
+    products = describe_async_products(config, plan) if device == "cuda" else ""
+    return [f"{title}; {size}", *([products] if products else []), *(f"warning: {line}" for line in plan.warnings)]
 
 
 @contextmanager

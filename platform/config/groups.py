@@ -366,6 +366,12 @@ class Tensor:
         " algorithms 7 and 8 of Bian et al.", tuple(VECTORS),
     )  # fmt: skip
     uneven: bool = key(False, "dims that axes do not divide are cut into blocks that differ by one")
+    async_products: str = key(
+        "auto",
+        "products with weights gather what they read, and scatter what they give, as they multiply; auto: on a GPU that"
+        " cluster.gpu or cluster.hardware names, where it is predicted to be faster and no death has survivors",
+        ("auto", "on", "off"),
+    )
     layout: Any = key(
         None, "tensor=layout: your own map from dims to axes, one line or YAML; auto: the one predicted quickest",
         read_if=lambda c: c.tensor.scheme == "layout" and c.tensor.layout,

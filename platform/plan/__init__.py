@@ -9,5 +9,5 @@ user's model are refused with their file and line.
 
 Its files in reading order: layout, scheme, model_types, adapters, rule, quantisation, operation_plan, planner, plan,
 chunks, gathered_tiles, plan_builder, gather_order, generation_passes, plan_data, accelerators, step_collectives,
-whole_blocks, schedule, simulate, generators, gantt, plan_check, operation_forms, plan_summary.
+whole_blocks, async_products, schedule, simulate, generators, gantt, plan_check, operation_forms, plan_summary.
 """

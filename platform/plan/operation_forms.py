@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from platform.plan.layout import Layout, base_axis
 from platform.plan.model_types import Parameter, Spec
-from platform.plan.operation_plan import Collective, Panels, PlannedOperation
+from platform.plan.operation_plan import Collective, EinsumGroup, Panels, PlannedOperation
 from platform.plan.plan import Plan
 from platform.plan.quantisation import ScaledProducts
 from platform.plan.rule import COLLECTIVES, LENDING, Conversion, RelayoutStep
@@ -229,6 +229,7 @@ def _einsum_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     if computed != list(range(len(outputs))):
         raise Unsound(f"computes results {computed} of {len(outputs)}")
     for group in planned.groups:
+        _check_fused_collective(group)
         panels = group.panels
         x_axes, operand_axes = (panels.x_axes, panels.operand_axes) if panels else ((), ())
         for number, e in enumerate(group.einsums):
@@ -236,6 +237,30 @@ def _einsum_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
             operand = Operand(inputs[1 + e.index], e.operand, panels, operand_axes, e.regathered)
             operand = operand._replace(renamed=sort_axes) if "rows" in inputs[0].dims else operand
             yield Form((x, operand), outputs[e.index], e.output, scaled=e.scaled)
+
+
+FUSED = {
+    "x": ("all_gather", "reduce_scatter"),
+    "result": ("reduce_scatter", "all_gather"),
+}  # collectives of both passes
+
+
+def _check_fused_collective(group: EinsumGroup) -> None:
+    """Raise Unsound unless what a group of einsums computes as one with a collective can be computed part by part: of
+    one dim that x and each result have, in equal parts over one axis, and back in the backward pass."""
+    if not group.fuses:
+        return
+    conversion, ops = group.fused_conversion, FUSED[group.fuses]
+    steps = (*conversion.forward, *conversion.backward) if conversion else ()
+    if tuple(s.op for s in steps) != ops or len({s.axes for s in steps}) != 1 or len(steps[0].axes) != 1:
+        taken = join_axis_names(tuple(s.op for s in steps))
+        raise Unsound(f"multiplies as part of {' and '.join(ops)} of its {group.fuses}, and converts it by {taken}")
+    dims = {(group.x_dims if group.fuses == "x" else group.einsums[0].out_dims)[s.dim] for s in steps}
+    kept = all(dims <= {*e.out_dims} & {*group.x_dims} - {*e.dims} for e in group.einsums)
+    if len(dims) != 1 or not kept or any(s.cuts or s.only or s.zigzag >= 0 for s in steps):
+        raise Unsound(f"multiplies by parts of {', '.join(sorted(dims))}, of which a product needs more than a part")
+    if group.is_scaled or group.panels or group.has_wide_dtype or (ops[0] == "reduce_scatter" and group.einsums[1:]):
+        raise Unsound("multiplies as part of a collective what torch's fused operations do not")
 
 
 def _rowwise_forms(

@@ -60,6 +60,11 @@ class Einsum:
     frozen: bool = False
     scaled: ScaledProducts | None = None
 
+    @property
+    def num_row_dims(self) -> int:
+        """Return how many dims of an einsum's x its result has too."""
+        return sum(d in self.out_dims for d in self.x_dims)
+
 
 @dataclass(frozen=True)
 class Panels:
@@ -88,13 +93,20 @@ class EinsumGroup:
     of its gradient.
 
     With `panels`, the conversions leave out the gathers of the contracted dim and their adjoints. `regathered`: x is
-    converted again for the backward pass, as in `Einsum`.
+    converted again for the backward pass, as in `Einsum`. `fuses`: the end whose one collective runs as one with the
+    products, in both passes (`platform.plan.async_products`): x, which is gathered, or result, which is scattered.
     """
 
     x: Conversion
     einsums: tuple[Einsum, ...]
     panels: Panels | None = None
     regathered: bool = False
+    fuses: str = ""
+
+    @property
+    def fused_conversion(self) -> Conversion | None:
+        """Return the conversion whose collective this planned group of einsums runs as one with its products."""
+        return {"x": self.x, "result": self.einsums[0].output}.get(self.fuses)
 
     @cached_property
     def has_wide_dtype(self) -> bool:

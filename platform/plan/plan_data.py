@@ -63,6 +63,7 @@ _LATER: dict[type, dict[str, Any]] = {
     Spec: {"place": None},
     Parameter: {"place": None},
     Einsum: {"frozen": False, "scaled": None},
+    EinsumGroup: {"fuses": ""},
     StoredStates: {"offload": "none"},
     RotaryScaling: {"short": (), "long": (), "share": 1.0},
 }

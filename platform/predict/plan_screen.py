@@ -26,6 +26,7 @@ from platform.plan.plan import Plan
 from platform.plan.plan_summary import format_number, format_seconds, head_lines
 from platform.plan.step_collectives import may_compile
 from platform.plan.whole_blocks import describe_blocks, reasons_against_whole_blocks
+from platform.predict.async_choice import describe_async_products
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind, predict_footprints
 from platform.predict.plan_report import (
@@ -142,7 +143,9 @@ def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     if why := time.get("unrecorded"):
         *others, last = blocks or ["passes are launched kernel by kernel"]
         blocks = [*others, f"{last}; no graphs: {why}"]
-    return [f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step", *late, *blocks]
+    products = [time["products"]] if time.get("products") else []
+    limit = f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step"
+    return [limit, *late, *products, *blocks]
 
 
 def _describe_limit(plan: Plan, name: str) -> str:
@@ -341,5 +344,6 @@ def _explain_step_time(
         "late": reason_against_early_update(config) if device_kind(config) == "cuda" else "",
         "unrecorded": reason_against_graphs(config, plan, "cuda") if device_kind(config) == "cuda" else "",
         "behind": reason_against_passes_ahead(config, plan) if device_kind(config) == "cuda" else "",
+        "products": describe_async_products(config, plan) if device_kind(config) == "cuda" else "",
         "days": {"tokens": tokens, "days": step.training_days(tokens)},
     }

@@ -370,6 +370,9 @@ def simulate_schedule(work: StepWork, hardware: Hardware, schedule: Schedule) ->
     return simulate(schedule, _build_action_seconds(*clock.pass_times(work)))
 
 
+_Sums = tuple[float, Counter[str], Counter[str], float, int, int]  # of a pass's parts, as `_sum_parts` returns them
+
+
 class _PassPricer:
     """Seconds of a plan's passes and collectives on a hardware, each distinct one computed once."""
 
@@ -382,7 +385,7 @@ class _PassPricer:
         self.lockstep = 1 + LOCKSTEP if waits else 1.0
         self._launched: dict[Collective, float] = {}
         self._computed: dict[int, float] = {}  # by identity of a part
-        self._spans: dict[int, tuple[float, Counter[str], Counter[str], int, int]] = {}  # by identity of a pass's parts
+        self._spans: dict[int, _Sums] = {}  # by identity of a pass's parts
 
     def price_collective(self, c: Collective) -> float:
         """Return the seconds of one launch of a collective."""
@@ -412,13 +415,18 @@ class _PassPricer:
             seconds_by_axes[name] += n * (self.price_collective(c) + copy * self.plan.mesh.count_ranks(c.axes))  # type: ignore[assignment]
         return seconds_by_axes
 
-    def _sum_parts(self, p: PassWork) -> tuple[float, Counter[str], Counter[str], int, int]:
+    def _sum_parts(self, p: PassWork) -> _Sums:
         """Return the seconds of computing of a pass's parts; by axes the seconds of collectives in its way, and of
-        collectives that go ahead; and the numbers of its kernels, and of counts that its host reads."""
+        collectives that go ahead; those hidden part by part; the numbers of its kernels, and of counts that its host
+        reads."""
         if id(p.parts) not in self._spans:
             waits, ahead = Counter[Collective](), Counter[Collective]()
-            computing, kernels = 0.0, 0
+            computing, kernels, under, exposed = 0.0, 0, 0.0, Counter[str]()
             for part, n in p.parts:
+                for c, products in part.beside:
+                    waited, hidden = self._divide_by_parts(c, products)
+                    exposed["+".join(self.plan.mesh.order_axes(c.axes))] += n * waited  # type: ignore[assignment]
+                    under += n * hidden
                 computing += n * self._computing_seconds(part)
                 kernels += n * part.kernels
                 for c in part.collectives:
@@ -426,8 +434,17 @@ class _PassPricer:
                 for c in part.ahead:
                     ahead[c] += n
             reads = sum(n for c, n in waits.items() if c.dtype == "integers")
-            self._spans[id(p.parts)] = computing, self.sum_by_axes(waits), self.sum_by_axes(ahead), kernels, reads
+            exposed.update(self.sum_by_axes(waits))
+            self._spans[id(p.parts)] = computing, exposed, self.sum_by_axes(ahead), under, kernels, reads
         return self._spans[id(p.parts)]
+
+    def _divide_by_parts(self, c: Collective, products: Sequence[MatrixProduct]) -> tuple[float, float]:
+        """Return the seconds of a collective that a rank waits for, and others: all parts but one, under products."""
+        seconds, size = self.price_collective(c), self.plan.itemsize["compute"]
+        multiplying = computing_seconds(Part(tuple(products)), self.hardware, self.plan.precision, size, self.narrow)
+        share = 1 - 1 / self.plan.mesh.count_ranks(c.axes) if self.overlap else 0.0
+        hidden = min(seconds, multiplying) * share
+        return seconds - hidden, hidden
 
     def _computing_seconds(self, part: Part) -> float:
         """Return the seconds for which a part of a pass keeps the device busy."""
@@ -439,7 +456,7 @@ class _PassPricer:
     def pass_time(self, p: PassWork) -> PassTime:
         """Return the span of a pass. Its computation hides collectives of parameters as far as it can, and is slowed by
         them."""
-        computing, waiting, hidden, kernels, reads = self._sum_parts(p)
+        computing, waiting, hidden, under, kernels, reads = self._sum_parts(p)
         waiting, hidden = Counter(waiting), Counter(hidden)
         if self.system.overlaps_experts:
             hidden.update({name: waiting.pop(name) for name in [*waiting] if "expert" in name.split("+")})
@@ -450,8 +467,8 @@ class _PassPricer:
             waiting[name] *= self.system.tensor_exposed  # type: ignore[assignment]
         exposed_waits, slowed = self.exposed_waits_and_slowdown(hidden, computing)
         waiting.update(exposed_waits)
-        beside = sum(hidden.values()) - sum(exposed_waits.values())
-        computing = computing * self.lockstep + slowed
+        beside = under + sum(hidden.values()) - sum(exposed_waits.values())
+        computing = computing * self.lockstep + slowed + self.hardware.interference * under
         device = computing + sum(waiting.values())
         host = host_seconds(kernels, p.calls, self.hardware)
         behind = float(hidden_or_summed_seconds(device, host, self.hardware)) - device + reads * self.system.read_wait

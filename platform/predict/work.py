@@ -60,11 +60,14 @@ class MatrixProduct(NamedTuple):
         return first, self._replace(rows=self.columns, columns=self.inner, inner=self.rows)
 
 
+Beside = tuple[Collective, tuple[MatrixProduct, ...]]  # a collective, and the parts of a product that it goes beside
+
+
 @dataclass(frozen=True)
 class Part:
     """Part of a pass on one rank: matrix `products`, FLOPs inside of one `fused` kernel of attention at its forward
     speed, `bytes` that other kernels read and write, the number of all `kernels`; `collectives` for which the pass
-    waits, and others that start a product `ahead`."""
+    waits, others that start a product `ahead`, and others that go part by part `beside` some of `products`."""
 
     products: tuple[MatrixProduct, ...] = ()
     fused: float = 0.0
@@ -72,6 +75,7 @@ class Part:
     kernels: int = 0
     collectives: tuple[Collective, ...] = ()
     ahead: tuple[Collective, ...] = ()
+    beside: tuple[Beside, ...] = ()
 
 
 @dataclass
@@ -386,8 +390,9 @@ def _operation_work(
 
 def _drop_unneeded_result(forward: Part, planned: PlannedOperation) -> Part:
     """Return the work of an operation that is recomputed but for its result."""
-    remaining = Counter(forward.collectives) - Counter(planned.results)
-    return replace(forward, products=(), kernels=0, collectives=tuple(remaining.elements()))
+    moved = (*forward.collectives, *(c for c, _ in forward.beside))
+    remaining = Counter(moved) - Counter(planned.results)
+    return replace(forward, products=(), kernels=0, collectives=tuple(remaining.elements()), beside=())
 
 
 def attention_flops(planner: Planner, operation: Operation) -> float:
@@ -422,30 +427,35 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool, chunks:
     operands, and the sum of each weight's gradient over the microbatches and their chunks."""
     operation = planned.operation
     forward, backward, ahead, summed = [], [], [], 0.0
+    beside: list[Beside] = []
     groups = [g for g in planned.groups if rebuilds and planned.rebuilds_input(g)]
     rebuilt = [_bytes_to_rebuild(plan, operation, g) for g in groups]
     for group in planned.groups:
-        shapes = list_group_products(plan.planner, operation, group)
-        shapes = [p._replace(rows=-(-p.rows // chunks)) for p in shapes for _ in range(chunks)]
-        forward += [_narrow_if_scaled(plan, group, product, "forward") for product in shapes]
-        gradients = ((p, a.gradient_products[i]) for a in shapes for i, p in enumerate(("input", "weight")))
-        kept = [pair for pair in gradients if pair[0] == "input" or not group.is_frozen]
-        backward += [_narrow_if_scaled(plan, group, product, name) for name, product in kept]
+        shapes, fused = list_group_products(plan.planner, operation, group), group.fused_conversion
+        count = plan.mesh.count_ranks(fused.forward[0].axes) if fused else chunks  # of the parts of a product
+        parts = [shape._replace(rows=-(-shape.rows // count)) for shape in shapes]
+        of_input = [part.gradient_products[0] for part in parts]
+        forward += [_narrow_if_scaled(plan, group, product, "forward") for product in parts * count]
+        backward += [_narrow_if_scaled(plan, group, product, "input") for product in of_input * count]
+        of_weights = () if group.is_frozen else shapes if fused else parts * count
+        backward += [_narrow_if_scaled(plan, group, shape.gradient_products[1], "weight") for shape in of_weights]
+        if fused:
+            moves = plan.planner.collectives_of_conversion(fused)
+            beside += zip(moves, (tuple(parts * count), tuple(of_input * count)), strict=True)
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
                 ahead += plan.planner.collectives_of_conversion(e.operand, e.regathered)
                 summed += 0.0 if e.frozen else prod(e.operand.before) * SUMMED
     summed *= chunks if plan.microbatches > 1 else chunks - 1
-    waited = Counter(_even_collectives(plan, planned)) - Counter(ahead)
-    parts = []
+    waited = Counter(_even_collectives(plan, planned)) - Counter([*ahead, *(c for c, _ in beside)])
+    sides = []
     counts = ("forward", forward, 0.0, 0), ("backward", backward, summed + sum(rebuilt), len(rebuilt))
-    for phase, products, count, more_kernels in counts:
-        collectives = tuple(c for c in waited.elements() if c.phase == phase)
-        begun = tuple(c for c in ahead if c.phase == phase)
-        kernels = len(products) + more_kernels
-        parts.append(Part(products=tuple(products), bytes=count, kernels=kernels, collectives=collectives, ahead=begun))
-    return parts[0], parts[1]
+    for phase, products, written, more_kernels in counts:
+        waits, begun = (tuple(c for c in moved if c.phase == phase) for moved in (waited.elements(), ahead))
+        under = tuple(pair for pair in beside if pair[0].phase == phase)
+        sides.append(Part(tuple(products), 0.0, written, len(products) + more_kernels, waits, begun, under))
+    return sides[0], sides[1]
 
 
 def _bytes_to_rebuild(plan: Plan, operation: Operation, group: EinsumGroup) -> float:

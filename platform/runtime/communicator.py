@@ -109,6 +109,11 @@ def drop_block_padding(x: Tensor, dim: int, parts: Parts) -> Tensor:
     return torch.cat([x.narrow(dim, at, n) for at, n in zip(begins, parts.extents, strict=False)], dim)
 
 
+def _multiply_rows(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return the product of x [rows.., contracted] and a matrix [contracted, columns], as one of two matrices."""
+    return (x.flatten(0, -2) @ matrix).view(*x.shape[:-1], matrix.shape[1])
+
+
 def _pad_zeros(x: Tensor, dim: int, extent: int) -> Tensor:
     """Return x with zeros behind it along `dim`, up to `extent`."""
     missing = extent - x.shape[dim]
@@ -322,24 +327,41 @@ class Communicator(ABC):
         if self.traced_launch:
             step = RelayoutStep(op, tuple(axes), dim, joined)
             return self.traced_launch(x, step, reduce, root, parts, joined_parts)
-        axes, group, label = self._routes.get((op, *axes)) or self._find_route(op, axes)
+        axes, group, _ = self._routes.get((op, *axes)) or self._find_route(op, axes)
         n = len(group)
         is_root = group[root] == self.rank
         if parts or joined_parts:
             uneven = UnevenBlocks(op, group.index(self.rank), dim, joined, parts, joined_parts, is_root)
             x = uneven.add_room(x)
         elements = x.numel() // n if op == "scatter" and is_root else x.numel()
-        moved = TRAFFIC[op](n, elements) * x.element_size()
-        if self.rank == group[0]:
-            self.moved[label] += moved
-        if self.log is not None:
-            self.log.append(Launch(op, axes, group, elements))
+        what = self._count_launch(op, axes, elements, x.element_size(), name)
         input_buffer, out, finish = prepare_buffers(op, x, n, dim, joined, is_root, owned, into)
         if parts or joined_parts:
             finish = partial(uneven.remove_room, finish)
         start = partial(self._start_collective, op, input_buffer, out, axes, group, reduce, root)
-        what = Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes))
         return self._issue_collective(what, start, input_buffer, finish)
+
+    def _count_launch(self, op: str, axes: Sequence[str], elements: int, itemsize: int, name: str = "") -> Launched:
+        """Count, and log, one collective `op` along `axes` of which a rank's input has so many elements; return it."""
+        axes, group, label = self._routes.get((op, *axes)) or self._find_route(op, axes)
+        moved = TRAFFIC[op](len(group), elements) * itemsize
+        if self.rank == group[0]:
+            self.moved[label] += moved
+        if self.log is not None:
+            self.log.append(Launch(op, axes, group, elements))
+        return Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes))
+
+    def gather_and_multiply(
+        self, x: Tensor, matrices: Sequence[Tensor], axes: Sequence[str], dim: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return x [rows.., contracted], gathered along position `dim`, and its products with matrices [contracted,
+        columns]: one all_gather, whose parts a transport may multiply as they come."""
+        gathered = self.launch("all_gather", x, axes, dim).wait()
+        return gathered, [_multiply_rows(gathered, matrix) for matrix in matrices]
+
+    def multiply_and_scatter(self, x: Tensor, matrix: Tensor, axes: Sequence[str], dim: int) -> Tensor:
+        """Return this rank's part, along `dim`, of the sum of the ranks' products of x and a matrix, by one scatter."""
+        return self.launch("reduce_scatter", _multiply_rows(x, matrix), axes, dim, owned=True).wait()
 
     def _find_route(self, op: str, axes: Sequence[str]) -> _Route:
         """Return, and keep for later launches, where this rank's collectives `op` along `axes` go."""

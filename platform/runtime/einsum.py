@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from platform.plan.operation_plan import JOINS_GRADIENTS, Einsum, EinsumGroup
-from platform.runtime.communicator import Communicator
+from platform.runtime.communicator import ArrivedCollective, Communicator
 from platform.runtime.conversion import PendingConversion, convert, convert_differentiably, is_absent_block
 from platform.runtime.eight_bits import ScaledEinsums
 from platform.runtime.flat_buffers import AdjacentParameters
@@ -22,6 +22,7 @@ from platform.runtime.products import (
     compute_in_turn,
     local_einsum_function,
     sum_rows_by_expert,
+    view_as_matrix,
 )
 from platform.runtime.recompute import Rebuild
 from platform.runtime.residency import Operands
@@ -47,6 +48,8 @@ class _Einsums(torch.autograd.Function):
     group keeps but the shape.
 
     Weights that lie one after another and are not converted (Q, K and V; gate and up) are one matrix.
+
+    A group that `fuses` x or its result has the communicator multiply as parts come or leave, in both passes.
 
     Backward: the gradient of x is computed first, and its reduction overlaps the computation of the operands'
     gradients. Tensors marked `regathered` in the plan are saved only as stored and gathered again while the output
@@ -76,35 +79,45 @@ class _Einsums(torch.autograd.Function):
         ctx.leaves = [t if can_accumulate(t) else None for t in tensors]
         ctx.compute_again, sources = (rebuild.compute, rebuild.tensors) if rebuild else (None, ())
         ctx.joined = joined = _join_adjacent_weights(group, x, tensors if group.is_frozen else ctx.leaves)
+        fuses = "" if left_out else group.fuses
         if joined:
-            converted_x = convert(communicator, x, group.x.forward).wait()
+            product = None
+            if fuses:
+                converted_x, (product,) = _multiply_gathered(communicator, group, x, [joined.weight_matrix.t()])
+            else:
+                converted_x = convert(communicator, x, group.x.forward).wait()
             ctx.of_x = converted_x.shape, x.dtype
             kept = None if rebuild or group.is_frozen else x if group.regathered else converted_x
             ctx.save_for_backward(kept, *operands, *sources)
-            return tuple(map(x.new_empty, left_out)) if left_out else joined.compute_outputs(converted_x, operands)
+            if left_out:
+                return tuple(map(x.new_empty, left_out))
+            return joined.compute_outputs(converted_x, operands, product)
         regathered = [group.regathered, *(e.regathered for e in group.einsums)]
         stored = (x, *operands)
+        products: Iterable[Tensor] | None = None
         local: Sequence[Tensor] = operands
         if not group.is_local:
             arriving = coming.start_conversions(operands)
-            x = convert(communicator, x, group.x.forward).wait()
+            x = x if fuses == "x" else convert(communicator, x, group.x.forward).wait()
             local = [c.wait() for c in arriving]
-        ctx.of_x = x.shape, x.dtype
         coming.start_next_conversions()
+        if fuses == "x":
+            x, products = _compute_gathered_products(communicator, group, x, local, biases)
+        ctx.of_x = x.shape, x.dtype
         kept, *others = [s if again else t for s, t, again in zip(stored, (x, *local), regathered, strict=True)]
-        saved = None if rebuild or group.is_frozen else kept, *others, *sources
+        ctx.save_for_backward(None if rebuild or group.is_frozen else kept, *others, *sources)
         if left_out:
-            ctx.save_for_backward(*saved)
             return tuple(map(x.new_empty, left_out))
-        read, *factors = map(widen_dtype, (x, *local)) if group.has_wide_dtype else (x, *local)
-        multiply = ScaledEinsums(communicator)
-        products = _compute_products(multiply, counts, group, read, factors, biases or [None] * len(local))
+        if fuses == "result":
+            return (_compute_scattered_product(communicator, group, x, *local),)
+        if products is None:
+            read, *factors = map(widen_dtype, (x, *local)) if group.has_wide_dtype else (x, *local)
+            multiply = ScaledEinsums(communicator)
+            products = _compute_products(multiply, counts, group, read, factors, biases or [None] * len(local))
         if group.is_local:
-            ctx.save_for_backward(*saved)
             return tuple(products)
         pairs = zip(products, group.einsums, strict=True)
         leaving = [convert(communicator, y, e.output.forward, owned=True) for y, e in pairs]
-        ctx.save_for_backward(*saved)
         return tuple(c.wait() for c in leaving)
 
     @staticmethod
@@ -114,7 +127,9 @@ class _Einsums(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         communicator, group = ctx.coming.communicator, ctx.group
         operands, sources = tensors[: len(group.einsums)], tensors[len(group.einsums) :]
-        coming = [convert(communicator, g, e.output.backward) for g, e in zip(gradients, group.einsums, strict=True)]
+        fuses = group.fuses if ctx.needs_input_grad[6] else ""
+        back = [() if fuses == "result" else e.output.backward for e in group.einsums]
+        coming = [convert(communicator, g, steps) for g, steps in zip(gradients, back, strict=True)]
         regathered = ctx.coming.start_conversions(operands, in_backward=True)
         if group.is_frozen:
             shape, dtype = ctx.of_x
@@ -127,17 +142,21 @@ class _Einsums(torch.autograd.Function):
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         ctx.coming.start_next_conversions(in_backward=True)
+        if fuses == "result":
+            local, total = _gather_gradient_of_result(communicator, group, *local, *operands)
         leaves = ctx.leaves, ctx.needs_input_grad[7:]
         compute_leaf_gradients = partial(_compute_operand_gradients, communicator, group, *leaves, x, local, ctx.counts)
         together = None
-        if ctx.joined and JOINS_GRADIENTS.get(x.device.type, True):
+        if ctx.joined and (fuses or JOINS_GRADIENTS.get(x.device.type, True)):
             together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
             compute_leaf_gradients = partial(ctx.joined.accumulate_gradients, x, together)
-        dx = None
-        if ctx.needs_input_grad[6]:
+        dx: ArrivedCollective | PendingConversion | None = None
+        if fuses == "x" and (together is not None or len(local) == 1):
+            dx = _scatter_gradient_of_x(communicator, group, local, operands, ctx.joined, together)
+        elif ctx.needs_input_grad[6]:
             if together is not None:
                 total = ctx.joined.compute_input_gradient(together, x.shape)
-            else:
+            elif fuses != "result":
                 factors = [*map(widen_dtype, operands)] if group.has_wide_dtype else operands
                 total = _compute_gradient_of_x(ScaledEinsums(communicator), ctx.counts, group, local, factors)
             dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
@@ -161,10 +180,15 @@ class _JoinedWeights(NamedTuple):
         """Return the weights of an einsum group, adjacent in memory, as one local matrix [columns, contracted]."""
         return self.weights.flat_compute_copies.view(-1, self.contracted)
 
-    def compute_outputs(self, x: Tensor, operands: Tensors) -> Tensors:
-        """Multiply the local x [..., contracted] by all of an einsum group's weights; return a view per operand."""
-        rows, w = x.flatten(0, -2), self.weight_matrix.t()
-        z = torch.addmm(self.biases.flat_compute_copies, rows, w) if self.biases else rows @ w
+    def compute_outputs(self, x: Tensor, operands: Tensors, product: Tensor | None = None) -> Tensors:
+        """Multiply the local x [..., contracted] by all of an einsum group's weights, unless their `product` is there;
+        return a view per operand, with its bias."""
+        if product is not None:
+            z = product.flatten(0, -2)
+            z = z.add_(self.biases.flat_compute_copies) if self.biases else z
+        else:
+            rows, w = x.flatten(0, -2), self.weight_matrix.t()
+            z = torch.addmm(self.biases.flat_compute_copies, rows, w) if self.biases else rows @ w
         shapes = [w.shape[:-1] for w in operands if w is not None]
         parts = z.split([shape.numel() for shape in shapes], 1)
         return tuple(part.view(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True))
@@ -198,6 +222,67 @@ def _join_adjacent_weights(group: EinsumGroup, x: Tensor, leaves: Tensors) -> _J
     if weights is None or last is None or (biases is None and len(leaves) > count):
         return None
     return _JoinedWeights(weights, biases, last.shape[-1])
+
+
+def _multiply_gathered(
+    communicator: Communicator, group: EinsumGroup, x: Tensor, matrices: Tensors, of_gradient: bool = False
+) -> tuple[Tensor, Tensors]:
+    """Gather x of a group that fuses its gather, or the gradient of its result, multiplied by matrices [contracted,
+    columns] as its parts come; return it whole, and the products."""
+    conversion, rows = group.fused_conversion, group.einsums[0].num_row_dims
+    assert conversion
+    (step,) = conversion.backward if of_gradient else conversion.forward
+    gathered, products = communicator.gather_and_multiply(x.flatten(rows), matrices, step.axes, step.dim)
+    return gathered.unflatten(-1, x.shape[rows:]).contiguous(), products
+
+
+def _compute_gathered_products(
+    communicator: Communicator, group: EinsumGroup, x: Tensor, operands: Tensors, biases: Tensors
+) -> tuple[Tensor, Tensors]:
+    """Return x of a group of einsums, gathered, and its products with the operands, computed as its parts come."""
+    matrices = [view_as_matrix(e, w) for e, w in zip(group.einsums, operands, strict=True)]
+    x, products = _multiply_gathered(communicator, group, x, matrices)
+    products = [y.add_(b.flatten()) for y, b in zip(products, biases, strict=True)] if biases else products
+    triples = zip(products, group.einsums, operands, strict=True)
+    return x, [y.unflatten(-1, [n for d, n in zip(e.dims, w.shape, strict=True) if d in e.out_dims])
+               for y, e, w in triples]  # fmt: skip
+
+
+def _compute_scattered_product(communicator: Communicator, group: EinsumGroup, x: Tensor, operand: Tensor) -> Tensor:
+    """Return this rank's part of the result of a group of one einsum, whose parts leave as they are computed."""
+    (e,) = group.einsums
+    (step,), rows = e.output.forward, e.num_row_dims
+    y = communicator.multiply_and_scatter(x.flatten(rows), view_as_matrix(e, operand), step.axes, step.dim)
+    return y.unflatten(-1, [n for d, n in zip(e.dims, operand.shape, strict=True) if d in e.out_dims])
+
+
+def _gather_gradient_of_result(
+    communicator: Communicator, group: EinsumGroup, gradient: Tensor, operand: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Return the gathered gradient of a group's one result, in a list, and x's gradient, computed as its parts come."""
+    (e,) = group.einsums
+    gathered, (dx,) = _multiply_gathered(communicator, group, gradient, [view_as_matrix(e, operand).t()], True)
+    return [gathered], dx.unflatten(-1, [n for d, n in zip(e.dims, operand.shape, strict=True) if d in e.x_dims])
+
+
+def _scatter_gradient_of_x(
+    communicator: Communicator,
+    group: EinsumGroup,
+    gradients: Tensors,
+    operands: Tensors,
+    joined: _JoinedWeights | None,
+    together: Tensor | None,
+) -> ArrivedCollective:
+    """Return this rank's part of the gradient of x, whose parts leave as they are computed. `together`: the results'
+    gradients side by side, if their weights are `joined`."""
+    e, (step,), rows = group.einsums[0], group.x.backward, group.einsums[0].num_row_dims
+    if joined and together is not None:
+        gradient, matrix = together.view(*gradients[0].shape[:rows], -1), joined.weight_matrix
+    else:
+        gradient, matrix = gradients[0].flatten(rows), view_as_matrix(e, operands[0]).t()
+    dx = communicator.multiply_and_scatter(gradient, matrix, step.axes, step.dim)
+    contracted = [n for d, n in zip(e.dims, operands[0].shape, strict=True) if d in e.x_dims]
+    return ArrivedCollective(dx.unflatten(-1, contracted))
 
 
 def _compute_operand_gradients(

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from platform.runtime.progress import PROGRESS, open_sockets
 # gloo's all-to-all sends to a peer before or after it receives from the same one: two ranks use half of their link.
 
 TAGS = 1 << 30  # after so many collectives of a group, tags begin anew
+T = TypeVar("T")
 Lines = dict[tuple[int, int], dist.ProcessGroup | None]  # (sending, receiving stage) -> this rank's group, if any
 
 
@@ -111,6 +112,16 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_SHARED_BEFORE = set[str]()  # names of groups by which this process has shared memory of its GPU with others
+
+
+def _fused_operations() -> Any:
+    """Return torch's operations that are products and collectives at once, loaded by those alone who run them."""
+    import torch.distributed._symmetric_memory  # noqa: F401  (registers them)
+
+    return torch.ops.symm_mem
+
+
 def join_default_group(store: dist.Store, rank: int, size: int, device: torch.device | str) -> None:
     """Join the default group of torch.distributed as `rank` of `size`, by NCCL on a CUDA device, where it connects at
     once, else by gloo. All ranks call it together. `store`: a store for this mesh alone."""
@@ -172,6 +183,7 @@ class ProcessGroups(HostMemory):
                 groups_by_members[members] = self._create_groups(members)
             self._groups[tuple(axes)] = groups_by_members[members]
         self._messages: dict[dist.ProcessGroup, GlooMessages] = {}
+        self._shares_memory = False  # GPUs may read each other's memory for torch's fused operations
         self._lines: Lines = {}
         self._lines |= (
             self._create_nccl_stage_groups(neighbours) if self._nccl else self._find_gloo_stage_groups(list(neighbours))
@@ -215,10 +227,15 @@ class ProcessGroups(HostMemory):
 
     def open_stage_connections(self, neighbours):
         """Open the connections of NCCL's groups along axes too. Raises RuntimeError if one has too many ranks."""
+        # torch names shared memory by its group, and numbers it in each process: in an earlier mesh by other numbers
+        self._shares_memory = self._nccl
         with self.suspend_counting():
             # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
             for axes in self._groups if self._nccl else ():
-                [size] = self.read_numbers(self.launch("all_reduce", torch.ones(1, device=self.device), axes).wait())
+                asked = torch.ones(2, device=self.device)
+                asked[1] = len(_SHARED_BEFORE)
+                size, shared = self.read_numbers(self.launch("all_reduce", asked, axes).wait())
+                self._shares_memory &= not shared
                 if size != (ranks := self.mesh.count_ranks(axes)):
                     raise RuntimeError(f"{size:.0f} ranks are in the group along {axes} of {ranks}")
         super().open_stage_connections(neighbours)
@@ -249,6 +266,43 @@ class ProcessGroups(HostMemory):
         else:
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
         return work.wait if self._nccl else partial(self._wait_unless_aborted, work)
+
+    def gather_and_multiply(self, x, matrices, axes, dim):
+        """Gather x, multiplied part by part by torch's fused operation where GPUs read each other's memory."""
+        if (name := self._find_symmetric_group(axes)) is None:
+            return super().gather_and_multiply(x, matrices, axes, dim)
+        run = partial(_fused_operations().fused_all_gather_matmul, x.contiguous(), list(matrices), dim, name)
+        return self._run_counted("all_gather", x, axes, x.numel(), run)
+
+    def multiply_and_scatter(self, x, matrix, axes, dim):
+        """Multiply x, and sum and scatter the product part by part by torch's fused operation, where GPUs can."""
+        if (name := self._find_symmetric_group(axes)) is None:
+            return super().multiply_and_scatter(x, matrix, axes, dim)
+        run = partial(_fused_operations().fused_matmul_reduce_scatter, x.contiguous(), matrix, "sum", dim, name)
+        return self._run_counted("reduce_scatter", x, axes, x.numel() // x.shape[-1] * matrix.shape[1], run)
+
+    def _run_counted(self, op: str, x: Tensor, axes: Sequence[str], elements: int, run: Callable[[], T]) -> T:
+        """Return what `run` does, as one with products: the collective `op` of so many elements of x's type, counted as
+        `launch` counts it."""
+        results = list[T]()
+
+        def start() -> Callable[[], None]:
+            """Launch the operation in the stream that computes; return a function that has a stream wait for it."""
+            results.append(run())
+            timed = x.is_cuda and self.clock.detailed
+            return torch.cuda.current_stream().record_event().wait if timed else lambda: None
+
+        what = self._count_launch(op, axes, elements, x.element_size())
+        self._issue_collective(what, start, x, lambda: x).wait()
+        return results[0]
+
+    def _find_symmetric_group(self, axes: Sequence[str]) -> str | None:
+        """Return the name of the group along `axes` for torch's fused operations; None where they cannot run."""
+        if not self._shares_memory:
+            return None
+        assert (group := self._groups[self.mesh.order_axes(axes)]), "a rank multiplies along axes where it has a group"
+        _SHARED_BEFORE.add(group.group_name)
+        return group.group_name
 
     def _start_all_to_allv(self, x, out, sent, received, axes):
         """Start an exchange of rows in the group along `axes`."""

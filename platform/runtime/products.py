@@ -142,6 +142,14 @@ def _build_batch_product(a: Dims, b: Dims, out: Dims) -> Callable[..., Tensor] |
     return multiply_batches
 
 
+def view_as_matrix(e: Einsum, operand: Tensor) -> Tensor:
+    """Return the operand of an einsum that is one matrix product, as a matrix [contracted, columns]."""
+    split = sum(d in e.x_dims for d in e.dims)
+    if e.dims[0] in e.x_dims:
+        return operand.flatten(0, split - 1).flatten(1)
+    return operand.flatten(0, -split - 1).flatten(1).t()
+
+
 def add_product(total: Tensor, x: Tensor, y: Tensor, fresh: bool) -> None:
     """Add the product of matrices x and y to `total`, of any floating-point type; overwrite it if `fresh`."""
     if total.dtype == x.dtype:

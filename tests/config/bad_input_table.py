@@ -404,4 +404,6 @@ monitor.profile=[1,2] monitor.profile_ranks=[4] | monitor.profile_ranks=4: must 
 monitor.profile=[1,2] monitor.profile_ranks=[all] parallel.data=128 | monitor.profile_ranks=[all]: 256 | [0, 64, 128
 monitor.profile=[1,2] monitor.profile_ranks=[one] | monitor.profile_ranks=one: must be ranks, or [all]
 monitor.profile=[1,2] monitor.profile_ranks=[all,1] | monitor.profile_ranks=[all, 1]: must be ranks, or | [all]
+tensor.async_products=yes | tensor.async_products=yes: unknown | on
+tensor=1d tensor.axes.t=2 tensor.async_products=on | tensor.async_products=on: no product with weights gathers | auto
 """

@@ -18,7 +18,7 @@ write is not a number until they have run.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +87,7 @@ class Group:
         self.called: set[int] = set()
         self.opened: set[tuple[int, int]] = set()  # (sender, receiver) that have exchanged a message
         self.options = SimpleNamespace(global_ranks_in_group=[])
+        self.group_name = "_".join(map(str, members))  # torch's is a hash of them
 
     def _get_backend(self, device: torch.device) -> Group:
         return self
@@ -408,6 +409,49 @@ class World:
         return self._collective(group, ("all_reduce", str(op), out.numel()), out, out, result, async_op)
 
 
+class NamesOfRanks:
+    """A set of names for each rank, as each has a process of its own."""
+
+    def __init__(self, world: World):
+        self._world, self._names = world, defaultdict[int, set[str]](set)
+
+    def __len__(self) -> int:
+        return len(self._names[self._world.here.rank])
+
+    def add(self, name: str) -> None:
+        self._names[self._world.here.rank].add(name)
+
+
+class SymmetricMemory:
+    """torch.ops.symm_mem of a world: products in a rank's own stream, which wait there for the peers' parts. Memory is
+    known by the name of its group, for ever: `lost` names are of meshes that are gone."""
+
+    def __init__(self, world: World, lost: Sequence[str] = ()):
+        self._world, self._lost, self.calls = world, lost, Counter[str]()
+
+    def _group(self, what: str, name: str) -> Group:
+        assert name not in self._lost, "torch has the memory of another mesh by this name"
+        with self._world.changed:
+            self.calls[what] += 1
+            members = tuple(map(int, name.split("_")))
+            return self._world.groups.setdefault(("symmetric", name), Group(self._world, members, True, True))
+
+    def fused_all_gather_matmul(self, x, matrices, dim, name):
+        group = self._group("gather", name)
+        parts = x.new_empty(len(group.members), *x.shape)
+        self._world.all_gather(parts.view(-1), x.detach().reshape(-1), group)
+        gathered = parts.movedim(0, dim).flatten(dim, dim + 1)
+        return gathered, [gathered @ matrix for matrix in matrices]
+
+    def fused_matmul_reduce_scatter(self, x, matrix, reduce, dim, name):
+        assert reduce == "sum"
+        group, n = self._group("scatter", name), len(name.split("_"))
+        product = (x @ matrix).unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
+        out = torch.empty_like(product[0])
+        self._world.reduce_scatter(out.view(-1), product.detach().view(-1), group)
+        return out
+
+
 def ready_in(queues: Queues) -> list[Operation]:
     """Return the operations at the heads of a group's queues that can run together: a collective of all members, or a
     message; [] if there are none."""
@@ -471,9 +515,12 @@ def run_strictly(
     """Run `work` on every rank of `mesh`, each a thread, on groups that were joined as on `device`: of NCCL, but with
     tensors on the CPU. Return the world and the results by rank. Raises the first failure of any rank."""
     world = World(mesh.world_size, connections, early)
+    world.symmetric = SymmetricMemory(world)
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_to_no_number)
     for module in (host_memory, process_groups):
         monkeypatch.setattr(module, "dist", world.dist)
+    monkeypatch.setattr(process_groups, "_SHARED_BEFORE", NamesOfRanks(world))
+    monkeypatch.setattr(process_groups, "_fused_operations", lambda: world.symmetric)
     monkeypatch.setattr(process_groups, "_all_gather", world.all_gather)
     monkeypatch.setattr(process_groups, "_reduce_scatter", world.reduce_scatter)
     monkeypatch.setattr(process_groups, "ThreadPoolExecutor", world.threads_of_rank)

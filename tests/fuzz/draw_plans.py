@@ -163,6 +163,7 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, expert
     c.parallel.tensor_experts = beside.choice(("split", "whole"))
     square = c.tensor.axes.get("y", 1) == c.tensor.axes.get("z", 1) > 1 and not c.parallel.zero
     c.tensor.vectors = beside.choice((*VECTORS,)) if square else "even"
+    c.tensor.async_products = beside.choice(("auto", "on"))
     return c
 
 

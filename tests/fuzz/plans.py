@@ -176,10 +176,21 @@ def planned(configs: Sequence[Config]) -> list[Plan]:
             if lines := violations_of_configuration(c):
                 raise ConfigError(lines)
         open_data(configs[0])
-        return [make_plan(c) for c in configs]
+        return [plan_if_legal(c) for c in configs]
     except ConfigError as error:
         assert error.violations and all(error.violations), "a refusal says why"
         return []
+
+
+def plan_if_legal(c: Config) -> Plan:
+    """Plan a configuration; without asynchronous products, if they alone are refused."""
+    try:
+        return make_plan(c)
+    except ConfigError as error:
+        if c.tensor.async_products != "on" or not all(x.startswith("tensor.async_pr") for x in error.violations):
+            raise
+        c.tensor.async_products = "auto"
+        return make_plan(c)
 
 
 def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:

@@ -55,10 +55,10 @@ def form(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     here = communicator.coordinates["stage"]
     extents = [communicator.mesh.count_ranks(axes) for axes in communicator._groups]
     peers = [communicator._stage_peer(stage) for pair in neighbours if here in pair for stage in pair if stage != here]
-    numbers, read = iter([*extents, *peers]), Communicator.read_numbers
-    patch.setattr(Communicator, "read_numbers", lambda self, x: read(self, x) and [float(next(numbers))])
+    said, read = iter([*([float(n), 0.0] for n in extents), *([float(n)] for n in peers)]), Communicator.read_numbers
+    patch.setattr(Communicator, "read_numbers", lambda self, x: read(self, x) and next(said))
     communicator.open_stage_connections(neighbours)
-    assert not [*numbers]
+    assert not [*said]
 
 
 def write(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
@@ -183,6 +183,7 @@ CASES = {
     "timeline": Case(MEMORY_LENGTH, settings={"monitor.timeline": True}),
     "1d": Case({"tensor": "1d", **T}),
     "1d_sp": Case({"tensor": "1d_sp", **T}),
+    "1d_sp, products that gather and scatter": Case({"tensor": "1d_sp", **T, "async_products": "on"}),
     "1f1b": Case(PAIR),
     "1f1b, last stage": Case(PAIR, rank=1),
     "interleaved": Case({**PAIR, "pipeline": "interleaved", "chunks": 2, "layers": 4}),

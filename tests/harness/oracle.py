@@ -120,6 +120,7 @@ def configure(
     every: int = 1,
     offload: bool = False,
     gathered: str = "",
+    async_products: str = "auto",
     mlp_chunks: int = 1,
     **model: Any,
 ) -> Config:
@@ -127,7 +128,7 @@ def configure(
     c = Config(precision=precision, recompute=recompute, recompute_every=every, recompute_offload=offload)
     c.model = ModelConfig(**{"layers": 2, "d_model": 32, "heads": 8, "length": 16, "vocab": 61, **model})
     c.tensor = TensorConfig(**{**read("tensor", tensor), "axes": dict(axes or {})})
-    c.tensor.gathered = gathered or c.tensor.gathered
+    c.tensor.gathered, c.tensor.async_products = gathered or c.tensor.gathered, async_products
     if rules is not None:
         regions = ("stream", "attention", "mlp", "logits")
         c.tensor.regions, c.tensor.parameters = {r: dict(rules) for r in regions}, {"all": dict(rules)}

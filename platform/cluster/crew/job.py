@@ -32,6 +32,7 @@ CUDA_ENVIRONMENT = {
     "NCCL_GRAPH_REGISTER": "0",  # no buffers of recorded collectives, whose memory is in segments that expand
     "NCCL_RAS_ENABLE": "0",  # its thread connects processes for their lives, and crashes when peers die (nccl#1996)
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # memory does not fragment
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each worker sees one GPU, which all of them call number 0
 }
 # The same where a tensor scheme splits layers: one hardware queue, so that kernels start in the order of their launch,
 # the collectives of a backward pass before the products beside them. Under ZeRO-3 a gather would hold up what follows.

@@ -282,7 +282,7 @@ def meter_converted_group(
         x = rebuild.allocate() if rebuild else saved[0]
         x = ops.relayout_forward(Value(x, widths[0]), group.x).storage if group.regathered else x
         ops.ahead.start_next_gathers(use, in_backward=True)
-        if joined and (ops.wholly or JOINS_GRADIENTS.get(ops.device, True)):  # read until the pass is done
+        if joined and (ops.wholly or group.fuses or JOINS_GRADIENTS.get(ops.device, True)):  # read to the end
             local = [*(local if deferred is None else ()), ops.new(sum(lengths))]
         x_gradient = _meter_operand_gradient(
             ops, group, width, [*lengths, *sizes]

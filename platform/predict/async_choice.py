@@ -1,0 +1,113 @@
+"""Choice of asynchronous products (tensor.async_products): whether a run's products with weights gather what they read,
+and scatter what they give, as they multiply (`platform.plan.async_products`), and why not.
+
+On GPUs torch's fused operations write to the memory of peers and wait, in a kernel, for a signal of theirs. No abort of
+NCCL ends that wait: where a peer dies, its group's survivors are ended and replaced, and their state in memory is lost.
+So `auto` leaves them off where a run goes on after deaths; `on` says what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from platform.boundary.refusals import format_violation
+from platform.config.fields import Config
+from platform.plan.async_products import fuse_products, list_fused_axes
+from platform.plan.plan import Plan
+from platform.plan.whole_blocks import may_hold_collectives
+from platform.predict.memory_budget import device_kind
+
+KEY = "tensor.async_products"
+_Reasons = tuple[tuple[str, Callable[[Config, Plan, Plan], object]], ...]  # of the plan that waits, and the fused one
+
+
+def goes_on_after_deaths(config: Config, plan: Plan) -> bool:
+    """Return True if survivors of a death form a mesh of a run again: fewer workers may go on, or others come."""
+    e = config.elastic
+    return e.replace or e.spares > 0 or e.min_workers < plan.mesh.world_size
+
+
+def _needs_others(config: Config, plan: Plan) -> bool:
+    """Return True if a plan should have such products: not one that has shrunk to ranks that compute layers alone."""
+    return may_hold_collectives(plan.mesh) or (config.tensor.scheme, config.branch.kind) == ("serial", "none")
+
+
+def _leaves_nodes(config: Config, plan: Plan, fused: Plan) -> bool:
+    """Return True if ranks whose products are one with a collective lie, on GPUs, on several nodes."""
+    from platform.predict.price import count_group_ranks  # with numpy
+    from platform.predict.step_price import choose_pricing_hardware
+
+    if device_kind(config) == "cpu":
+        return False
+    ranks = choose_pricing_hardware(config).ranks
+    groups = (count_group_ranks(plan.mesh, (axis,), ranks) for axis in list_fused_axes(fused))
+    return any(near < members for near, members in groups)
+
+
+def _gains_nothing(config: Config, plan: Plan, fused: Plan) -> bool:
+    """Return True if no step is predicted to take less with asynchronous products, on the hardware that is named."""
+    from platform.predict.step_price import choose_pricing_hardware, step_price  # with numpy
+
+    hardware = choose_pricing_hardware(config)
+    return step_price(config, fused, hardware).seconds >= step_price(config, plan, hardware).seconds
+
+
+# why no run can have asynchronous products; then why `auto` leaves them off: the first that holds is told
+_AGAINST: _Reasons = (
+    ("its products are in 8 bits (precision)", lambda c, p, f: p.has_scaled_products),
+    ("train.mlp_chunks gathers before its chunks", lambda c, p, f: p.mlp_chunks > 1),
+    (
+        "no product with weights gathers what it reads, or scatters what it gives, in equal blocks over one axis",
+        lambda c, p, f: not list_fused_axes(f) and _needs_others(c, p),
+    ),
+    ("torch's fused operations reach GPUs of one node, and its groups have several nodes", _leaves_nodes),
+)
+_LEFT_OFF: _Reasons = (
+    (f"{KEY}=off", lambda c, p, f: c.tensor.async_products == "off"),
+    ("no GPU is asked for (cluster.gpu, cluster.device)", lambda c, p, f: device_kind(c) == "cpu"),
+    ("parallel.overlap=false", lambda c, p, f: not c.parallel.overlap),
+    (
+        "survivors of a death would not come back (elastic.replace, elastic.spares, elastic.min_workers)",
+        lambda c, p, f: goes_on_after_deaths(c, p),
+    ),
+    ("no step is predicted to be shorter with them", _gains_nothing),
+)
+
+
+def _find_reason(reasons: _Reasons, config: Config, plan: Plan) -> str:
+    """Return the first of `reasons` that holds of a configuration and its plan, without fused products; "" if none."""
+    fused = fuse_products(plan)
+    return next((reason for reason, holds in reasons if holds(config, plan, fused)), "")
+
+
+def reason_against_async_products(config: Config, plan: Plan) -> str:
+    """Return why products of a run wait for their collectives, by its `plan` without fused ones; "" if none does."""
+    chosen = config.tensor.async_products == "on"
+    return _find_reason(_AGAINST if chosen else _AGAINST + _LEFT_OFF, config, plan)
+
+
+def choose_async_products(config: Config, plan: Plan) -> Plan:
+    """Return a configuration's plan with asynchronous products, as tensor.async_products says; itself without them."""
+    return plan if reason_against_async_products(config, plan) else fuse_products(plan)
+
+
+def describe_async_products(config: Config, plan: Plan) -> str:
+    """Return the line of a plan's screen on products that could be one with their collectives; "" where none could."""
+    if axes := list_fused_axes(plan):
+        return f"products gather and scatter over {', '.join(axes)} as they multiply"
+    if not list_fused_axes(fuse_products(plan)):
+        return ""
+    return f"products wait for their collectives, as {reason_against_async_products(config, plan)}"
+
+
+def warnings_of_async_products(config: Config, plan: Plan) -> list[str]:
+    """Return what a user who asks for asynchronous products on GPUs has to know of deaths."""
+    if device_kind(config) == "cpu" or not list_fused_axes(plan) or not goes_on_after_deaths(config, plan):
+        return []
+    return [f"{KEY}=on: if a worker dies, the others of its groups are ended and replaced, not kept with their state"]
+
+
+def violations_of_async_products(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield a refusal line if tensor.async_products=on asks for products that the run cannot have."""
+    if config.tensor.async_products == "on" and (reason := reason_against_async_products(config, plan)):
+        yield format_violation("tensor.async_products", "on", reason, ["auto", "off"])
