@@ -66,6 +66,7 @@ _LEFT_OFF: _Reasons = (
     (f"{KEY}=off", lambda c, p, f: c.tensor.async_products == "off"),
     ("no GPU is asked for (cluster.gpu, cluster.device)", lambda c, p, f: device_kind(c) == "cpu"),
     ("parallel.overlap=false", lambda c, p, f: not c.parallel.overlap),
+    ("train.graphs=on records passes without them", lambda c, p, f: c.train.graphs == "on"),
     (
         "survivors of a death would not come back (elastic.replace, elastic.spares, elastic.min_workers)",
         lambda c, p, f: goes_on_after_deaths(c, p),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from platform.boundary.refusals import format_violation
 from platform.config.fields import Config, training_loss_name
+from platform.plan.async_products import list_fused_axes
 from platform.plan.model_types import CROSS_ENTROPY
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
@@ -47,6 +48,10 @@ _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("what it reads beside tokens and labels is of the host", lambda c, p: not _READ.issuperset(p.reader_layouts)),
     ("its attention's kernels draw dropout masks by keys of the host", _draws_in_kernels),
     ("its products are in 8 bits", lambda c, p: p.has_scaled_products),
+    (
+        "its products move what they multiply (tensor.async_products)",
+        lambda c, p: c.tensor.async_products == "on" or list_fused_axes(p),
+    ),
     ("train.loss may be a function that reads numbers", lambda c, p: training_loss_name(c) != CROSS_ENTROPY),
     ("activations go to host memory (recompute_offload)", lambda c, p: p.recompute.offload),
     ("monitor.timeline times what is in a pass", lambda c, p: c.monitor.timeline),

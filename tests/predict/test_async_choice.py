@@ -97,6 +97,7 @@ REASONS = {
     "survivors of a death would not come back": ["elastic.replace=false"],
     "no GPU is asked for": [*STAYS, "cluster.device=cpu"],
     "parallel.overlap=false": [*STAYS, "parallel.overlap=false"],
+    "train.graphs=on": [*STAYS, "train.graphs=on"],
     "no step is predicted to be shorter": [*STAYS, "model.length=8", "model.d_model=512", "model.d_ff=512"],
     "its products are in 8 bits": [*STAYS, "precision=fp8"],
     "train.mlp_chunks gathers before": [*STAYS, "train.mlp_chunks=2"],

@@ -424,6 +424,7 @@ REASONS: list[tuple[str, list[str]]] = [
     ("the host reads where documents begin", ["data.document_mask=true"]),
     ("attention's kernels draw", ["model.dropout=0.1", "model.fused_dropout=true"]),
     ("its products are in 8 bits", ["precision=fp8"]),
+    ("move what they multiply", [*"tensor=1d_sp tensor.axes.t=2 parallel.data=1 tensor.async_products=on".split()]),
     ("further losses", ["model.predict_ahead=1"]),
     ("activations go to host memory", ["recompute=full", "recompute_offload=true"]),
     ("monitor.timeline", ["monitor.timeline=true"]),
