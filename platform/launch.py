@@ -369,7 +369,7 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
     rhythms that are auto in `config`, so that workers make the same plan and take the same snapshots."""
     from platform.cluster.resources import choose_auto_keys, expect_cluster, settle_auto_intervals
     from platform.data.data_checks import violations_of_sources
-    from platform.predict.make_plan import make_plan
+    from platform.predict.make_plan import make_plan, settle_for_workers
     from platform.predict.step_price import violations_of_hardware
 
     lines = [*mistakes]
@@ -394,8 +394,7 @@ def prepare_plan(config: Config, mistakes: Sequence[str]) -> tuple[Plan | None, 
             raise
         return None, lines
     config.parallel.data = plan.num_replicas
-    if plan.zero < 3:
-        config.parallel.bucket_mib = plan.bucket_mib  # workers may lack the file of cluster.hardware
+    settle_for_workers(config, plan)
     lines += _violations_of_teacher(config) if distill_settings(config) else []
     if not lines:
         with expect_cluster(config):

@@ -60,7 +60,6 @@ _AGAINST: _Reasons = (
         "no product with weights gathers what it reads, or scatters what it gives, in equal blocks over one axis",
         lambda c, p, f: not list_fused_axes(f) and _needs_others(c, p),
     ),
-    ("torch's fused operations reach GPUs of one node, and its groups have several nodes", _leaves_nodes),
 )
 _LEFT_OFF: _Reasons = (
     (f"{KEY}=off", lambda c, p, f: c.tensor.async_products == "off"),
@@ -71,8 +70,12 @@ _LEFT_OFF: _Reasons = (
         "survivors of a death would not come back (elastic.replace, elastic.spares, elastic.min_workers)",
         lambda c, p, f: goes_on_after_deaths(c, p),
     ),
-    ("no step is predicted to be shorter with them", _gains_nothing),
 )
+# by the file of the hardware
+_FAR_APART: _Reasons = (
+    ("torch's fused operations reach GPUs of one node, and its groups have several nodes", _leaves_nodes),
+)
+_NO_GAIN: _Reasons = (("no step is predicted to be shorter with them", _gains_nothing),)
 
 
 def _find_reason(reasons: _Reasons, config: Config, plan: Plan) -> str:
@@ -84,12 +87,20 @@ def _find_reason(reasons: _Reasons, config: Config, plan: Plan) -> str:
 def reason_against_async_products(config: Config, plan: Plan) -> str:
     """Return why products of a run wait for their collectives, by its `plan` without fused ones; "" if none does."""
     chosen = config.tensor.async_products == "on"
-    return _find_reason(_AGAINST if chosen else _AGAINST + _LEFT_OFF, config, plan)
+    return _find_reason(_AGAINST + (_FAR_APART if chosen else _LEFT_OFF + _FAR_APART + _NO_GAIN), config, plan)
 
 
 def choose_async_products(config: Config, plan: Plan) -> Plan:
     """Return a configuration's plan with asynchronous products, as tensor.async_products says; itself without them."""
+    if config.tensor.async_products == "on":  # refused before where GPUs cannot
+        return plan if _find_reason(_AGAINST, config, plan) else fuse_products(plan)
     return plan if reason_against_async_products(config, plan) else fuse_products(plan)
+
+
+def settle_async_products(config: Config, plan: Plan) -> None:
+    """Settle tensor.async_products=auto in place as a `plan` has it, where the file of the hardware decided that."""
+    if config.tensor.async_products == "auto" and not _find_reason(_AGAINST + _LEFT_OFF, config, plan):
+        config.tensor.async_products = "on" if list_fused_axes(plan) else "off"
 
 
 def describe_async_products(config: Config, plan: Plan) -> str:

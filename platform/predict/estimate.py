@@ -74,8 +74,8 @@ class Circumstances:
     (`moments`), what each value of optimizer.offload moves (`offloads`), whether collectives of parameters go on beside
     computation (`overlap`), whether blocks are compiled where they can be (`compiles`), whether devices have libraries
     that reserve memory, MiB of gradients in a bucket, None if the links say (`bucket_mib`), elements that are together
-    in 4 bits (`unit`), and whether ZeRO-3 gathers weights in 8 bits (`narrow_gathers`: on, off, or auto, what is
-    faster)."""
+    in 4 bits (`unit`), and whether ZeRO-3 gathers weights in 8 bits (`narrow_gathers`: on, off, or the faster
+    way: auto)."""
 
     hardware: Hardware
     precision: str
@@ -439,8 +439,8 @@ class Estimator:
     def _seconds_beside_passes(
         self, zero: int, costs: _ParameterCosts, passes: NDArray, share: Column, m: Column
     ) -> Column:
-        """Return the seconds by which collectives of parameters beside the `passes` of m microbatches, and the rounding
-        of what is gathered in 8 bits, make a step longer, by their costs; `share`: of the stage that has most."""
+        """Return the seconds that collectives of parameters beside the `passes` of m microbatches, and roundings before
+        gathers in 8 bits, add to a step. `share`: part of the stage that has most."""
         beside = np.zeros_like(passes)
         beside[COMPUTING] = bytes_seconds(costs.rounded, self.setting.hardware)
         beside[KERNELS] = price.host_seconds(costs.launched, 0.0, self.setting.hardware)

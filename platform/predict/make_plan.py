@@ -194,6 +194,15 @@ def _build_kind_plan(
     return replace(plan, warnings=(*plan.warnings, *async_choice.warnings_of_async_products(config, plan)))
 
 
+def settle_for_workers(config: Config, plan: Plan) -> None:
+    """Write into a configuration what its plan chose by the file of cluster.hardware, which workers may lack."""
+    if plan.zero < 3:
+        config.parallel.bucket_mib = plan.bucket_mib
+    elif plan.has_scaled_products:
+        config.quantise.gather = "on" if plan.gathers_tiles else "off"
+    async_choice.settle_async_products(config, plan)
+
+
 def compose_config_scheme(config: Config, data: int, kind: str) -> Scheme:
     """Compose the scheme of a configuration for `data` replicas, whose contexts are of a `kind`."""
     parallel, experts = config.parallel, expert_group_size(config, data)

@@ -7,6 +7,7 @@ shrinks and grows again returns to the same plan.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -14,7 +15,7 @@ from math import inf, prod
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from platform.config.fields import Config
+from platform.config.fields import Config, is_open_key
 from platform.config.layout_rules import list_tensor_axes
 from platform.optimizer.optimizers import count_offloaded_numbers, count_states_per_element
 from platform.plan.plan import Plan
@@ -22,7 +23,7 @@ from platform.plan.step_collectives import communication
 from platform.predict.contenders import CHOOSABLE
 from platform.predict.footprint import state_bytes
 from platform.predict.hardware import Hardware
-from platform.predict.make_plan import has_legal_plan, make_plan, plan_quickly
+from platform.predict.make_plan import has_legal_plan, make_plan, plan_quickly, settle_for_workers
 from platform.predict.memory_budget import (
     MemoryForecast,
     device_kind,
@@ -120,11 +121,12 @@ def _search_open_keys(config: Config, workers: int, budget: MemoryBudget, fitted
     hardware = fitted or choose_pricing_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
     sized = replace(config, plan=replace(config.plan, search=config.plan.search or _list_axis_keys(config)))
+    if is_open_key(config, "parallel.zero"):  # what a start has settled of ZeRO-3 holds for no other
+        sized = replace(sized, quantise=replace(config.quantise, gather="auto"))
     if not (best := search_plans(sized, workers, memory, hardware).quickest_fitting_finalist):
         return None
-    chosen = replace(best.config, plan=config.plan)
-    if config.parallel.zero == 3 > best.plan.zero:  # a start settles it but of ZeRO-3, as workers may lack the file
-        chosen = replace(chosen, parallel=replace(chosen.parallel, bucket_mib=best.plan.bucket_mib))
+    chosen = deepcopy(replace(best.config, plan=config.plan))
+    settle_for_workers(chosen, best.plan)
     return Replanned(chosen, best.plan, _explain_replan(config, chosen, best.plan, workers))
 
 

@@ -147,16 +147,16 @@ def chooses_narrow_gathers(config: Config, plan: Plan) -> bool:
     """Return True if ZeRO-3 gathers weights of a configuration's plan in 8 bits: where it can, and makes no step slower
     on the hardware that is named (quantise.gather=auto). Raises ConfigError for the hardware's file."""
     narrow = replace(plan, gathers_tiles=True)
-    gather = read_narrow_gathers(config)
-    if gather == "off" or not any(b.tiles for b in narrow.buckets):
+    if config.quantise.gather == "off" or not any(b.tiles for b in narrow.buckets):
         return False
+    if read_narrow_gathers(config) == "on":
+        return True
     hardware = cast(Hardware, _find_named_hardware(config))
-    return gather == "on" or step_price(config, narrow, hardware).seconds <= step_price(config, plan, hardware).seconds
+    return step_price(config, narrow, hardware).seconds <= step_price(config, plan, hardware).seconds
 
 
 def read_narrow_gathers(config: Config) -> str:
-    """Return whether ZeRO-3 gathers weights in 8 bits where it can (quantise.gather): on, off, or auto where the named
-    hardware says."""
+    """Return whether ZeRO-3 gathers weights in 8 bits where it can: on, off, or auto where the hardware says."""
     if config.quantise.gather != AUTO:
         return config.quantise.gather
     hardware = _find_named_hardware(config)

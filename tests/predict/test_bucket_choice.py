@@ -14,7 +14,7 @@ from platform.plan.chunks import BUCKET_MIB
 from platform.plan.plan import Plan
 from platform.plan.plan_data import decode_plan, encode_plan, plan_digest, plan_summary
 from platform.plan.step_collectives import step_collectives
-from platform.predict.make_plan import make_plan
+from platform.predict.make_plan import make_plan, settle_for_workers
 from platform.predict.replan import replan
 from platform.predict.step_price import file_of_hardware
 from tests.harness.oracle import configure, counted, examine, run
@@ -75,6 +75,34 @@ def test_workers_and_later_generations_need_no_file(tmp_path):
     assert plan_digest(make_plan(config)) == plan_digest(plan)
     fewer = replan(config, 4)
     assert fewer and fewer.plan.mesh.world_size == 4 and fewer.plan.bucket_mib == plan.bucket_mib
+
+
+H100 = file_of_hardware("h100")
+SPLIT = "tensor=1d_sp tensor.axes.t=2 parallel.data=1 train.microbatch=4 elastic.replace=false elastic.min_workers=2"
+SETTLED = {
+    "gathers in 8 bits": "model=llama_8b model.layers=2 model.length=256 parallel.data=32 parallel.zero=3 "
+    "precision=fp8 train.microbatch=1 train.global_batch=32",
+    "gathers in 16 bits": "parallel.data=2 parallel.zero=3 precision=bf16",
+    "asynchronous products": f"model=llama_8b model.layers=2 {SPLIT} precision=bf16 train.global_batch=4",
+    "products too small for them": f"{SPLIT} precision=bf16 model.length=8 model.d_model=256 model.heads=4",
+}
+
+
+@pytest.mark.parametrize("what", SETTLED)
+def test_what_a_hardware_decides_is_settled_before_workers_plan(what, tmp_path):
+    """Gathers in 8 bits and asynchronous products, by a file that workers lack: on or off, as the driver's plan is."""
+    (own := tmp_path / "mine.yaml").write_text(H100.read_text())
+    config = compose_config(["+experiment=one_gpu", f"cluster.hardware={own}", "cluster.device=cuda",
+                             "cluster.memory=warn", *SETTLED[what].split()])  # fmt: skip
+    chosen = make_plan(config)
+    settle_for_workers(config, chosen)
+    own.unlink()
+    placed = make_plan(config, chosen.mesh.world_size, [chunk.stage for chunk in chosen.chunks])
+    assert plan_digest(placed) == plan_digest(chosen)
+    settled = config.quantise.gather, config.tensor.async_products
+    expected = {"gathers in 8 bits": ("on", "auto"), "asynchronous products": ("auto", "on"),
+                "products too small for them": ("auto", "off")}  # fmt: skip
+    assert settled == expected.get(what, ("auto", "auto"))
 
 
 # A run on these plans
