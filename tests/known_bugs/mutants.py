@@ -145,11 +145,11 @@ def last_microbatch_alone(sum_of, self, *names):
 
 
 @mutant(ParallelOps, "random_drawing")
-def masks_of_the_first_block(drawing, self, name, spec, device):
+def masks_of_the_first_block(drawing, self, name, spec, device, *more, **rate):
     extents = dict(zip(spec.dims, (n for _, n in self.blocks[spec]), strict=True))
     self.block_stretches, self._counters = lambda _, dim: [Stretch(0, extents[dim])], {}
     try:
-        return drawing(self, name, spec, device)
+        return drawing(self, name, spec, device, *more, **rate)
     finally:
         del self.block_stretches
 
