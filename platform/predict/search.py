@@ -232,7 +232,8 @@ def choose_plan(
     if workers < 1:
         raise ConfigError(f"plan.search={','.join(config.plan.search)}: there is no worker to plan for")
     hardware = hardware or choose_pricing_hardware(config)
-    standings = search_plans(config, workers, memory_of_worker(config, memory, hardware), hardware)
+    asked = replace(config)  # as it is typed, for what is told of the choice
+    standings = search_plans(asked, workers, memory_of_worker(config, memory, hardware), hardware)
     if not standings.quickest_fitting_finalist:
         raise ConfigError(_violation_of_search(standings, hardware))
     for f in fields(Config):

@@ -22,7 +22,7 @@ from platform.predict.remedies import (
     violation_of_host_memory,
     violation_of_memory,
 )
-from platform.predict.search import choose_plan
+from platform.predict.search import choose_plan, format_choice, format_ranking
 from platform.predict.step_price import read_hardware
 from tests.harness.oracle import configure
 
@@ -187,5 +187,7 @@ def test_wide_feed_forward_layers_are_offered_in_chunks():
     with pytest.raises(ConfigError, match="with train.mlp_chunks=-1 one fits: .* train.mlp_chunks=4"):
         choose_plan(compose_config([*typed, "recompute=auto"]), 1, memory)
     everything_open = compose_config([*typed, "plan.search=[all]"])
-    choose_plan(everything_open, 1, memory)
+    standings = choose_plan(everything_open, 1, memory)
     assert everything_open.train.mlp_chunks == 4
+    assert standings and "train.mlp_chunks=4" in format_choice(standings)
+    assert any("  1." in line and "train.mlp_chunks=4" in line for line in format_ranking(standings, 1))
