@@ -183,7 +183,8 @@ class ProcessGroups(HostMemory):
                 groups_by_members[members] = self._create_groups(members)
             self._groups[tuple(axes)] = groups_by_members[members]
         self._messages: dict[dist.ProcessGroup, GlooMessages] = {}
-        self._shares_memory = False  # GPUs may read each other's memory for torch's fused operations
+        # axes along whose groups GPUs may read each other's memory, for torch's fused operations
+        self._axes_of_shared_memory = set[tuple[str, ...]]()
         self._lines: Lines = {}
         self._lines |= (
             self._create_nccl_stage_groups(neighbours) if self._nccl else self._find_gloo_stage_groups(list(neighbours))
@@ -227,15 +228,16 @@ class ProcessGroups(HostMemory):
 
     def open_stage_connections(self, neighbours):
         """Open the connections of NCCL's groups along axes too. Raises RuntimeError if one has too many ranks."""
-        # torch names shared memory by its group, and numbers it in each process: in an earlier mesh by other numbers
-        self._shares_memory = self._nccl
         with self.suspend_counting():
             # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
             for axes in self._groups if self._nccl else ():
                 asked = torch.ones(2, device=self.device)
                 asked[1] = len(_SHARED_BEFORE)
                 size, shared = self.read_numbers(self.launch("all_reduce", asked, axes).wait())
-                self._shares_memory &= not shared
+                # torch names shared memory by its group, and numbers it in each process: no rank of a group may have
+                # shared any in an earlier mesh, and all decide by the same sum
+                if not shared:
+                    self._axes_of_shared_memory.add(axes)
                 if size != (ranks := self.mesh.count_ranks(axes)):
                     raise RuntimeError(f"{size:.0f} ranks are in the group along {axes} of {ranks}")
         super().open_stage_connections(neighbours)
@@ -298,9 +300,9 @@ class ProcessGroups(HostMemory):
 
     def _find_symmetric_group(self, axes: Sequence[str]) -> str | None:
         """Return the name of the group along `axes` for torch's fused operations; None where they cannot run."""
-        if not self._shares_memory:
+        if (ordered := tuple(self.mesh.order_axes(axes))) not in self._axes_of_shared_memory:
             return None
-        assert (group := self._groups[self.mesh.order_axes(axes)]), "a rank multiplies along axes where it has a group"
+        assert (group := self._groups[ordered]), "a rank multiplies along axes where it has a group"
         _SHARED_BEFORE.add(group.group_name)
         return group.group_name
 

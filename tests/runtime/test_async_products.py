@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from random import Random
 
 import pytest
 import torch
@@ -169,6 +170,31 @@ def test_a_mesh_that_is_formed_again_waits_for_its_collectives(lost, monkeypatch
         assert again == [6.0 + 6.0 * rank] * 2
         assert moved == ({"all_gather/t": 2 * 1 * 6 * 4, "reduce_scatter/t": 1 * 16 * 4} if rank == 0 else {})
     assert world.symmetric.calls == ({} if lost else {"gather": 2, "scatter": 2})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_of_a_group_agree_whoever_shared_memory_before(seed, monkeypatch):
+    """Processes that survived a mesh lie anywhere in the next one: no rank of a group waits where another one fuses."""
+    begin, mesh = strict_nccl.NamesOfRanks.__init__, Mesh.arrange_axes({"stage": 1, "data": 2, "t": 2})
+    survivors = Random(seed).sample(range(4), 1 + seed % 3)
+
+    def remember(self, world):
+        begin(self, world)
+        for rank in survivors:
+            self._names[rank].add("2_3")
+
+    def multiply(groups):
+        x, w = torch.full((2, 3), 1.0 + groups.rank), torch.ones(3, 4)
+        gathered, (product,) = groups.gather_and_multiply(x, [w], ("t",), 0)
+        return groups.rank, product[:, 0].tolist()
+
+    monkeypatch.setattr(strict_nccl.NamesOfRanks, "__init__", remember)
+    world, results = run_strictly(monkeypatch, mesh, multiply, [("data",), ("t",)])
+    for rank, product in results:
+        first = rank - rank % 2
+        assert product == [3.0 * (1 + first)] * 2 + [3.0 * (2 + first)] * 2
+    without = [pair for pair in ((0, 1), (2, 3)) if not {*pair} & {*survivors}]
+    assert world.symmetric.calls["gather"] == 2 * len(without)
 
 
 def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
