@@ -121,7 +121,7 @@ def _search_open_keys(config: Config, workers: int, budget: MemoryBudget, fitted
     hardware = fitted or choose_pricing_hardware(config)
     memory = budget.memory if budget.memory < inf else memory_of_worker(config, 0.0, hardware)
     sized = replace(config, plan=replace(config.plan, search=config.plan.search or _list_axis_keys(config)))
-    if is_open_key(config, "parallel.zero"):  # what a start has settled of ZeRO-3 holds for no other
+    if is_open_key(config, "parallel.zero") and config.quantise.gather == "on":  # as a start has settled it of ZeRO-3
         sized = replace(sized, quantise=replace(config.quantise, gather="auto"))
     if not (best := search_plans(sized, workers, memory, hardware).quickest_fitting_finalist):
         return None

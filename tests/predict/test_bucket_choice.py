@@ -105,6 +105,15 @@ def test_what_a_hardware_decides_is_settled_before_workers_plan(what, tmp_path):
     assert settled == expected.get(what, ("auto", "auto"))
 
 
+@pytest.mark.parametrize(("started", "after"), [("off", "off"), ("on", "auto")])
+def test_a_search_after_a_failure_keeps_gathers_that_are_off(started, after):
+    """Those that are on may be so by what a start settled of ZeRO-3, which holds for no other."""
+    config = compose_config([*TWO, "precision=fp8", "parallel.zero=-1", "cluster.hardware=h100", "cluster.device=cuda"])
+    config.parallel.zero, config.quantise.gather = 3, started
+    replanned = replan(config, 2)
+    assert replanned and replanned.plan.zero < 3 and replanned.config.quantise.gather == after
+
+
 # A run on these plans
 
 SHAPE = {"layers": 6, "d_model": 64, "data": 2, "microbatch": 2, "tied": False}
