@@ -188,8 +188,8 @@ class Norm(Layer):
     def build_head_norm(cls, name: str, c: ModelConfig, heads: str, sizes: dict[str, int]) -> Norm:
         """Construct the RMSNorm of attention queries or keys, over each head or all `heads`; its gain is NAME.gain."""
         dims = (heads, "d_kv") if c.query_key_norm_over == "heads" else ("d_kv",)
-        kind, own = CENTRED if c.norm == CENTRED else "rmsnorm", select_sizes(sizes, dims)
-        return cls(kind, c.norm_eps, Parameter(f"{name}.gain", dims, "in", initial_gain(c), sizes=own), None)
+        kind, gain_sizes = CENTRED if c.norm == CENTRED else "rmsnorm", select_sizes(sizes, dims)
+        return cls(kind, c.norm_eps, Parameter(f"{name}.gain", dims, "in", initial_gain(c), sizes=gain_sizes), None)
 
     def __call__(self, ops: Ops, x: Any, spec: Spec) -> Any:
         """Apply a model's LayerNorm or RMSNorm to the activation x over the dims of the gain; `spec`: dims of x."""

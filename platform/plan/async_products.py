@@ -68,9 +68,9 @@ def _is_one_move(c: Conversion, forward: str, backward: str, rows: int) -> bool:
     """Return True if a conversion is one collective of equal blocks of one of the first `rows` dims over one axis."""
     if [s.op for s in c.forward] != [forward] or [s.op for s in c.backward] != [backward]:
         return False
-    (there,), (back,) = c.forward, c.backward
-    plain = all(s.zigzag < 0 and not (s.cuts or s.only or s.shape) for s in (there, back))
-    return plain and there.axes == back.axes and len(there.axes) == 1 and there.dim == back.dim < rows
+    (step,), (adjoint,) = c.forward, c.backward
+    is_plain = all(s.zigzag < 0 and not (s.cuts or s.only or s.shape) for s in (step, adjoint))
+    return is_plain and step.axes == adjoint.axes and len(step.axes) == 1 and step.dim == adjoint.dim < rows
 
 
 def _are_neighbours(plan: Plan, names: list[str]) -> bool:

@@ -239,10 +239,8 @@ def _einsum_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
             yield Form((x, operand), outputs[e.index], e.output, scaled=e.scaled)
 
 
-FUSED = {
-    "x": ("all_gather", "reduce_scatter"),
-    "result": ("reduce_scatter", "all_gather"),
-}  # collectives of both passes
+# end of a group of einsums that is fused -> its collectives in the forward and the backward pass
+FUSED = {"x": ("all_gather", "reduce_scatter"), "result": ("reduce_scatter", "all_gather")}
 
 
 def _check_fused_collective(group: EinsumGroup) -> None:
@@ -253,8 +251,10 @@ def _check_fused_collective(group: EinsumGroup) -> None:
     conversion, ops = group.fused_conversion, FUSED[group.fuses]
     steps = (*conversion.forward, *conversion.backward) if conversion else ()
     if tuple(s.op for s in steps) != ops or len({s.axes for s in steps}) != 1 or len(steps[0].axes) != 1:
-        taken = join_axis_names(tuple(s.op for s in steps))
-        raise Unsound(f"multiplies as part of {' and '.join(ops)} of its {group.fuses}, and converts it by {taken}")
+        planned_ops = join_axis_names(tuple(s.op for s in steps))
+        raise Unsound(
+            f"multiplies as part of {' and '.join(ops)} of its {group.fuses}, and converts it by {planned_ops}"
+        )
     dims = {(group.x_dims if group.fuses == "x" else group.einsums[0].out_dims)[s.dim] for s in steps}
     kept = all(dims <= {*e.out_dims} & {*group.x_dims} - {*e.dims} for e in group.einsums)
     if len(dims) != 1 or not kept or any(s.cuts or s.only or s.zigzag >= 0 for s in steps):

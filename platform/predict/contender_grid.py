@@ -16,11 +16,7 @@ from numpy.typing import NDArray
 
 from platform.config.fields import Config, choose_quantised_products
 from platform.model import build_model
-from platform.optimizer.optimizers import (
-    count_stored_numbers,
-    count_streamed_bytes,
-    list_offloads,
-)
+from platform.optimizer.optimizers import count_stored_numbers, list_offloads
 from platform.plan.chunks import measure_units
 from platform.plan.generators import MOST_PASSES
 from platform.plan.layout import find_factorizations
@@ -90,16 +86,11 @@ class ContenderGrid:
         return Circumstances(
             self.hardware, base_precision(c.precision), c.model.layers, costs or ((1.0, False),), c.train.global_batch,
             count_stored_numbers(c) - (c.optimizer.masters == "split") / 2,
-            {word: self._measure_offload(word) for word in {*list_offloads(c), c.optimizer.offload}},
+            {word: Offload(*self.space.measure_offload(word)) for word in {*list_offloads(c), c.optimizer.offload}},
             c.parallel.overlap, may_compile(c.train.compile, "cuda"),
             device_kind(c) == "cuda", read_bucket_size(c), [*NF4_UNITS][c.tune.double],
             read_narrow_gathers(c),
         )  # fmt: skip
-
-    def _measure_offload(self, word: str) -> Offload:
-        """Return what a value of optimizer.offload moves."""
-        c = replace(self.space.config, optimizer=replace(self.space.config.optimizer, offload=word))
-        return Offload(self.space.count_offloaded_numbers(word), count_streamed_bytes(c))
 
     @cached_property
     def _measured_units(self) -> Mapping[str, tuple[float, tuple]]:

@@ -18,7 +18,7 @@ import yaml
 from platform.config.composition import CONF
 from platform.config.fields import Config, Tensor, choose_quantisation, is_open_key, set_value
 from platform.config.layout_rules import forbids_zero, list_tensor_axes
-from platform.optimizer.optimizers import count_offloaded_numbers, list_offloads
+from platform.optimizer.optimizers import count_offloaded_numbers, count_streamed_bytes, list_offloads
 from platform.plan.generators import ONE_CHUNK
 from platform.plan.layout import find_divisors
 from platform.plan.scheme import GATHERED, TENSOR_EXPERTS, axes_of_experts
@@ -300,9 +300,9 @@ class SearchSpace:
         """Return a contender with all other combinations of the values of refining parts from its own ones on."""
         refined = [contender]
         for part in list_refining_parts():
-            own = getattr(contender, part)
+            present = getattr(contender, part)
             choices = ((c, self.list_values(part, c)) for c in refined)
-            refined = [replace(c, **{part: value}) for c, values in choices for value in values[values.index(own) :]]
+            refined = [replace(c, **{part: v}) for c, values in choices for v in values[values.index(present) :]]
         return refined[1:]
 
     def list_starts(self) -> Sequence[Contender]:
@@ -316,15 +316,15 @@ class SearchSpace:
             [replace(start, kind=kind, chunks=chunks) for kind, chunks in schedules], MODE
         )
 
-    def count_offloaded_numbers(self, word: str) -> float:
-        """Return how many numbers of a master's size an element has in host memory under a value of the key."""
+    def measure_offload(self, word: str) -> tuple[float, float]:
+        """Return an element's numbers that a value of optimizer.offload keeps in host memory, and bytes streamed."""
         c = replace(self.config, optimizer=replace(self.config.optimizer, offload=word))
-        return count_offloaded_numbers(c) * (device_kind(c) == "cuda")
+        return count_offloaded_numbers(c) * (device_kind(c) == "cuda"), count_streamed_bytes(c)
 
     @property
     def most_offloaded_numbers(self) -> float:
         """Return the most numbers of a master's size that an element has in host memory under a plan of the space."""
-        return max(map(self.count_offloaded_numbers, self.list_values("offload", Contender("", ()))))
+        return max(self.measure_offload(word)[0] for word in self.list_values("offload", Contender("", ())))
 
     def gathers_operands(self, scheme: str) -> bool:
         """Return True if operands of a tensor scheme's products are gathered whole, in place of panels."""

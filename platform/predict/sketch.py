@@ -221,8 +221,8 @@ def sketch_model(
     first = {o.nameless_key: n for o, n in of_first.items()}
     variables = (*axes, SEQUENCES)
     plannable = [o for o in operations if OPERATIONS[o.kind] not in (Ops.pointwise, Ops.residual)]
-    own = {part.name for adapter in adapters.values() for part in (adapter.down, adapter.up)}
-    frozen = tuple({p.name for o in operations for p in o.parameters if p.name not in own}) if adapters else ()
+    of_adapters = {part.name for adapter in adapters.values() for part in (adapter.down, adapter.up)}
+    frozen = tuple({p.name for o in operations for p in o.parameters if p.name not in of_adapters}) if adapters else ()
     kinds, values, exponents, whole, layer = [], [], [], [], []
     try:
         probes = (

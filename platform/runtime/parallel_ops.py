@@ -170,6 +170,7 @@ class ParallelOps(Ops):
         return x
 
     def recomputed(self, kind, name, function, spec, x, *more):
+        """Compute `function` of x with the checkpointing of its `kind`; a block is compiled as one where it can be."""
         if kind != "full":
             return self._run_recomputed(kind, function, spec, x, *more)
 
