@@ -7,6 +7,7 @@ units (embedding, blocks, head) into chunks: contiguous ranges, as even in cost 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -112,6 +113,25 @@ def mark_completed_chunks(row: Sequence[Action]) -> Iterator[tuple[Action, int |
     last = {a.chunk: i for i, a in enumerate(row) if a.kind in (Kind.BACKWARD, Kind.WEIGHT)}
     for i, action in enumerate(row):
         yield action, action.chunk if last.get(action.chunk) == i else None
+
+
+def count_in_flight(row: Iterable[Action]) -> dict[int, int]:
+    """Return by chunk the most microbatches in flight at once in a stage's `row`: forward done, backward not."""
+    ends, present, most = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}, Counter[int](), Counter[int]()
+    for action in row:
+        present[action.chunk] += ends.get(action.kind, 0)
+        most[action.chunk] = max(most[action.chunk], present[action.chunk])
+    return dict(most)
+
+
+def is_in_order(row: Sequence[Action]) -> bool:
+    """Return True if each kind of pass in a stage's `row` takes all microbatches of its chunk, one after the other."""
+    passes = defaultdict[tuple[int, Kind], list[int]](list)
+    for action in row:
+        if action.kind in COMPUTE:
+            passes[action.chunk, action.kind].append(action.microbatch)
+    every = [*range(1 + max((action.microbatch for action in row), default=-1))]
+    return all(microbatches == every for microbatches in passes.values())
 
 
 def needs_of_action(action: Action, total_chunks: int) -> list[tuple[str, int, int]]:

@@ -22,7 +22,7 @@ from platform.plan.generation_passes import HEAD, PIECE, SCORED, PassShape, Plan
 from platform.plan.operations.attention import KeyValueCache
 from platform.plan.operations.op import Value
 from platform.plan.plan import Plan
-from platform.plan.schedule import Action
+from platform.plan.schedule import Action, count_in_flight
 from platform.plan.simulate import lower_schedule
 from platform.plan.step_collectives import count_communicators, may_compile, resolve_auto_kernels
 from platform.predict.choose_schedule import build_generation_model, build_short_schedule
@@ -189,16 +189,19 @@ class TrainingForecast:
         needed = max(stage_footprints, key=lambda f: f.total_bytes)
         if self.config.train.graphs != "on" or reason_against_graphs(self.config, self.plan, self.device):
             return needed
-        return self._add_recorded_passes(needed, how[-1])
+        return self._add_recorded_passes(needed, stage, how[-1])
 
-    def _add_recorded_passes(self, needed: Footprint, scratch: int) -> Footprint:
-        """Return the memory `needed` by a worker, and what updates or other passes take beside recorded ones."""
-        c, count = self.config, self.plan.microbatches
-        sums = weight_bytes(self.plan, 0)["gradients"]
-        passes = needed.activations + needed.working + (needed.gradients if count == 1 else 0)
-        others = len(list_recorded_microbatches(self.plan, c.parallel.overlap, count)) < count
+    def _add_recorded_passes(self, needed: Footprint, stage: int, scratch: int) -> Footprint:
+        """Return the memory `needed` by a stage's worker, with what each slot of recorded passes in flight needs for
+        itself, and what updates or other passes take beside them."""
+        c, count, slots = self.config, self.plan.microbatches, count_in_flight(self._schedule_rows[stage])
+        sums = weight_bytes(self.plan, 0, {**self.plan.mesh.rank_coordinates(0), "stage": stage})["gradients"]
+        in_flight, part = sum(slots.values()), self.plan.stage_part(stage)
+        others = count - len(list_recorded_microbatches(part, c.parallel.overlap, count))
+        activations = needed.activations * min(in_flight, max(1, others) * len(slots)) // in_flight
+        passes = activations + needed.working + (needed.gradients if count == 1 else 0)
         beside = passes if others or c.eval.every or c.monitor.layers else scratch
-        return replace(needed, gradients=sums, recorded=beside)
+        return replace(needed, gradients=sums, recorded=beside + (in_flight - 1) * needed.working)
 
 
 def has_room_for_graphs(config: Config, plan: Plan, memory: float) -> bool:

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from platform.boundary.refusals import format_violation
 from platform.config.fields import Config, training_loss_name
 from platform.plan.async_products import list_fused_axes
+from platform.plan.generators import SHIPPED
 from platform.plan.model_types import CROSS_ENTROPY
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
+from platform.plan.schedule import is_in_order
+from platform.plan.simulate import lower_schedule
 from platform.plan.whole_blocks import counts_in_passes
+from platform.predict.choose_schedule import build_short_schedule
 
 RECORDING = {"cuda"}  # kinds of devices that record what is launched on them
-IN_TURN = ("none", "1f1b")  # schedules of which a lone stage runs the passes of one microbatch after the other's
 _READ = {"tokens", "labels", "positions", "source", "segments"}  # data that the device alone reads
 
 
@@ -36,10 +39,18 @@ def _draws_in_kernels(config: Config, plan: Plan) -> bool:
     return bool(config.model.dropout) and any(OPERATIONS[kind].chooses_kernel for kind in kinds)
 
 
+def _leaves_order(config: Config, plan: Plan) -> bool:
+    """Return True if a user's schedule does not take the microbatches of a chunk one after the other."""
+    if config.pipeline.kind in ("none", *SHIPPED):
+        return False
+    schedule = build_short_schedule(config, config.parallel.data, plan.microbatches)
+    return not all(map(is_in_order, lower_schedule(schedule)))
+
+
 # why no passes are recorded, and of which run that holds; the first is told
 _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("train.graphs=off", lambda c, p: c.train.graphs == "off"),
-    ("microbatches of a pipeline overlap", lambda c, p: len(p.chunks) > 1 or c.pipeline.kind not in IN_TURN),
+    ("its schedule does not take microbatches in their order", _leaves_order),
     ("each microbatch's gradients are reduced (parallel.zero)", lambda c, p: p.zero > 1),
     ("ranks make weights of 4 bits in its passes (tune=qlora)", lambda c, p: p.frees_weights),
     ("the host counts its experts' rows, or its attention's pairs", lambda c, p: counts_in_passes(p, "cuda")),

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ from platform.runtime.conversion import copy_own_part, gather_parts, is_absent_b
 from platform.runtime.einsum import Deferred
 
 PassKey = tuple[int, int]  # chunk, microbatch
-Forward = Callable[[Chunk, int, dict[str, Tensor], Deferred | None], dict[str, Tensor]]
+Flow = dict[str, Tensor]  # activations between two chunks by name, or their gradients
+Forward = Callable[[Chunk, int, Flow, Deferred | None], Flow]
+ComputePass = Callable[[Flow], Flow]
 Accumulated = Callable[[Action, int | None], None]
 
 
@@ -136,8 +139,8 @@ class PipelineExecutor:
     returns its output activations by name, or {"loss": ...}, whose gradient is 1. If `deferred` is a list, the backward
     pass appends to it the functions that compute weight gradients. `accumulated(action, done)` is called after each
     backward action; `done` is the chunk number if it was the last of the row for the chunk, else None. `rows`: compiled
-    rows, which may be kept from one executor of this rank to the next. `run_action(action, compute)` runs an action,
-    by `compute` or by what does the same.
+    rows, which may be kept from one executor of this rank to the next. `run_pass(action, tensors, compute)` returns the
+    tensors by name that an action computes of others, `compute(tensors)`, however it computes them.
     """
 
     plan: Plan
@@ -146,11 +149,11 @@ class PipelineExecutor:
     forward: Forward
     accumulated: Accumulated = lambda action, done: None
     rows: CompiledRows = field(default_factory=dict)
-    run_action: Callable[[Action, Callable[[], None]], None] = lambda action, compute: compute()
+    run_pass: Callable[[Action, Flow, ComputePass], Flow] = lambda action, tensors, compute: compute(tensors)
     peak_live: int = 0  # most forward passes that awaited their backward at once
     _live: dict[PassKey, _Live] = field(default_factory=dict)
-    _flow: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # outputs for the next chunk
-    _gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)  # the same for the backward direction
+    _flow: dict[PassKey, Flow] = field(default_factory=dict)  # outputs for the next chunk
+    _gradients: dict[PassKey, Flow] = field(default_factory=dict)  # the same for the backward direction
     _arriving: dict[tuple[str, PassKey], list[CollectiveHandle]] = field(default_factory=dict)
     _sending: deque[CollectiveHandle] = field(default_factory=deque)
 
@@ -174,7 +177,7 @@ class PipelineExecutor:
         c = self.communicator
         try:
             with c.clock.time_section(step.name):
-                self.run_action(step.action, partial(_ACTIONS[step.action.kind], self, step))
+                _ACTIONS[step.action.kind](self, step)
                 if step.action.kind in BACKWARD_KINDS:
                     self.accumulated(step.action, step.completed)
         except StageFailed:
@@ -185,15 +188,21 @@ class PipelineExecutor:
 
     def _run_forward(self, step: ResolvedAction) -> None:
         """Run a pipeline chunk's forward pass on its input activations, received from the stage before or left here by
-        the chunk before; keep the autograd edges that the backward pass needs, and leave the detached outputs for the
-        next chunk."""
-        grad = torch.is_grad_enabled()
+        the chunk before, and leave its outputs for the next chunk."""
         inputs = (
             self._flow.pop(step.key)
             if step.key in self._flow
             else self._wait_for_activations("F", step.key, step.receives)
         )
         self._post_early_receives(step)
+        outputs = self.run_pass(step.action, inputs, partial(self._compute_outputs, step))
+        if step.chunk.sends:
+            self._flow[step.after] = outputs
+
+    def _compute_outputs(self, step: ResolvedAction, inputs: Flow) -> Flow:
+        """Compute a chunk's output activations of its `inputs`; return them detached, {} of the last chunk. The
+        autograd edges that the backward pass needs are kept."""
+        grad = torch.is_grad_enabled()
         inputs = {name: x.detach().requires_grad_(grad) for name, x in inputs.items()}
         deferred: Deferred | None = [] if self._splits else None
         with self.communicator.clock.time_section("forward"):
@@ -202,42 +211,46 @@ class PipelineExecutor:
             edges = {name: get_gradient_edge(x) for name, x in outputs.items()}
             self._live[step.key] = _Live(inputs, edges, deferred)
             self.peak_live = max(self.peak_live, len(self._live))
-        if step.chunk.sends:
-            self._flow[step.after] = {name: x.detach() for name, x in outputs.items()}
+        return {name: x.detach() for name, x in outputs.items()} if step.chunk.sends else {}
 
     def _run_backward(self, step: ResolvedAction) -> None:
-        """Run a pipeline chunk's whole backward pass: the gradients of its inputs, then of its weights."""
-        self._compute_input_gradient(step)
-        self._compute_weight_gradient(step)
-
-    def _compute_input_gradient(self, step: ResolvedAction) -> None:
         """Run a pipeline chunk's backward pass from its outputs' gradients (1 for the loss), and leave its inputs'
-        gradients for the chunk before; weight gradients are computed too, unless the schedule defers them."""
-        live = self._live[step.key]
-        gradients: dict[str, Tensor] = {}
+        gradients for the chunk before."""
+        gradients: Flow = {}
         if step.chunk.sends:
             local = self._gradients.pop(step.key, None)
             gradients = self._wait_for_activations("B", step.key, step.sends) if local is None else local
         self._post_early_receives(step)
+        input_gradients = self.run_pass(step.action, gradients, partial(self._compute_input_gradients, step))
+        if step.chunk.receives:
+            self._gradients[step.before] = input_gradients
+
+    def _compute_input_gradients(self, step: ResolvedAction, gradients: Flow) -> Flow:
+        """Compute the gradients of a chunk's inputs from the `gradients` of its outputs, and weight gradients too,
+        unless the schedule defers them."""
+        live = self._live[step.key]
         with self.communicator.clock.time_section("backward"):
             torch.autograd.backward(list(live.outputs.values()), [gradients.get(name) for name in live.outputs])
         live.outputs.clear()
-        if step.chunk.receives:
-            input_gradients = {name: x.grad for name, x in live.inputs.items()}
-            assert all(g is not None or is_absent_block(live.inputs[name]) for name, g in input_gradients.items())
-            self._gradients[step.before] = input_gradients  # type: ignore[assignment]
+        input_gradients = {name: x.grad for name, x in live.inputs.items()}
+        assert all(g is not None or is_absent_block(live.inputs[name]) for name, g in input_gradients.items())
         live.inputs.clear()
+        if step.action.kind is Kind.BACKWARD:
+            self._compute_weight_gradients(step, {})
+        return cast(Flow, input_gradients)
 
-    def _compute_weight_gradient(self, step: ResolvedAction) -> None:
-        """Compute the weight gradients that a backward pass deferred, if any, for the chunk and microbatch of a
-        pipeline action."""
-        live = self._live.pop(step.key)
-        if step.action.kind is Kind.WEIGHT:
-            self._post_early_receives(step)
-        if live.deferred:
+    def _run_weight_backward(self, step: ResolvedAction) -> None:
+        """Compute the weight gradients that a chunk's backward pass has deferred."""
+        self._post_early_receives(step)
+        self.run_pass(step.action, {}, partial(self._compute_weight_gradients, step))
+
+    def _compute_weight_gradients(self, step: ResolvedAction, _: Flow) -> Flow:
+        """Compute the weight gradients that a chunk's backward pass has deferred; return {}."""
+        if deferred := self._live.pop(step.key).deferred:
             with self.communicator.clock.time_section("backward"):
-                while live.deferred:
-                    live.deferred.pop(0)()
+                while deferred:
+                    deferred.pop(0)()
+        return {}
 
     def _send_activations(self, tensors: Mapping[str, Tensor], flow: _Flow, step: ResolvedAction) -> None:
         """Start sending activations or their gradients to the peer pipeline stage. If ranks of this stage hold equal
@@ -296,8 +309,8 @@ class StageAlone(PipelineExecutor):
 _ACTIONS: Mapping[Kind, Callable[[PipelineExecutor, ResolvedAction], None]] = {
     Kind.FORWARD: PipelineExecutor._run_forward,
     Kind.BACKWARD: PipelineExecutor._run_backward,
-    Kind.INPUT: PipelineExecutor._compute_input_gradient,
-    Kind.WEIGHT: PipelineExecutor._compute_weight_gradient,
+    Kind.INPUT: PipelineExecutor._run_backward,
+    Kind.WEIGHT: PipelineExecutor._run_weight_backward,
     Kind.SEND_F: lambda self, step: self._send_activations(self._flow.pop(step.after), step.sends, step),
     Kind.RECV_F: lambda self, step: self._post_receives("F", step.receives, step),
     Kind.SEND_B: lambda self, step: self._send_activations(self._gradients.pop(step.before), step.receives, step),

@@ -3,13 +3,18 @@ with the addresses that it reads and writes, and launched at once from then on, 
 and Megatron's `CudaGraphManager` do.
 
 Tensors that are written before each pass hold all that differs between passes: data, starts of random numbers, the
-divisor of the loss. Sums of gradients keep their memory from step to step. Collectives of a pass are recorded with it,
-by all ranks of their groups alike, and their launches are counted at each replay.
+divisor of the loss, what comes from a neighbour of the pipeline. Sums of gradients keep their memory from step to step.
+Collectives of a pass are recorded with it, by all ranks of their groups alike, and their launches are counted at each
+replay; sends and receives between stages are launched around it.
+
+Microbatches of a chunk that are in flight at once have a slot each: graphs and memory of their own. Of 1f1b's first
+stage of two, with the slot of each pass: F0:0 F1:1 B0:0 F2:0 B1:1 F3:1 B2:0 B3:1. The first microbatch of a step has
+graphs of its own, as its gradients overwrite sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,34 +25,47 @@ from torch import Tensor
 from platform.plan.schedule import Action, Kind
 from platform.runtime.clock import SectionClock
 from platform.runtime.communicator import Communicator, LaunchCounts
-from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.parallel_ops import ParallelOps, PassPosition
+from platform.runtime.pipeline import ComputePass, Flow
 from platform.runtime.progress import PROGRESS
+from platform.train.rank_parameters import RankWeights
 
-SECTIONS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}  # of the clock, by kind of pass that is recorded
-Key = tuple[Kind, bool]  # and whether the pass adds to sums of gradients that are there
+Slot = tuple[int, int]  # chunk, and which of its microbatches in flight
+Summed = dict[tuple[int, Kind], list[frozenset[str]]]  # chunk, kind of backward pass -> parameters by trained bucket
+Pools = Mapping[Slot, Any]  # of memory, each made when it is asked for
 
 
 class RecordedPass(NamedTuple):
-    """Graph of a pass, with the `launches` of its collectives, and of each bucket the parameters that have a gradient
-    behind it."""
+    """Graph of a pass, which computes `outputs` of `inputs`, with the `launches` of its collectives."""
 
     graph: torch.cuda.CUDAGraph
+    inputs: Flow
+    outputs: Flow
     launches: LaunchCounts
-    summed: list[frozenset[str]]
 
 
 class PassRecorder:
-    """Records passes of a microbatch on the rank of `communicator`, and replays them. All graphs of a `pool` of memory
-    run one after another. `is_recording`: a pass is being recorded."""
+    """Records passes of microbatches on the rank of `communicator`, and replays them. `slots`: chunk -> its
+    microbatches in flight at once; graphs of a slot run one after another. `is_recording`: a pass is being recorded."""
 
     is_recording = _records = False
 
-    def __init__(self, communicator: Communicator, ops: ParallelOps, buckets: Collection[FlatBucket], pool: Any):
-        """Prepare to record passes whose operations `ops` executes, with gradients in the trained `buckets`."""
-        self._communicator, self._ops, self._buckets, self._pool = communicator, ops, buckets, pool
-        self._passes: dict[Key, RecordedPass] = {}
-        self._position: PassPosition | None = None  # of all recorded passes
+    def __init__(
+        self,
+        communicator: Communicator,
+        ops: ParallelOps,
+        weights: RankWeights,
+        slots: Mapping[int, int],
+        summed: Summed,
+        pools: Pools,
+    ):
+        """Prepare to record passes whose operations `ops` executes, in memory of `pools`, one by slot. Backward passes
+        add to the sums in `weights` the gradients of parameters that `summed` names by chunk and kind."""
+        self._communicator, self._ops, self._weights = communicator, ops, weights
+        self._slots, self._summed, self._pools = slots, summed, pools
+        self._passes: dict[tuple[Slot, Kind, bool], RecordedPass] = {}  # True: of the first microbatch
+        self._positions: dict[Slot, PassPosition] = {}  # of all recorded passes
+        self._in_flight: dict[Slot, int] = {}  # microbatch
 
     @contextmanager
     def record_new_passes(self) -> Iterator[None]:
@@ -58,27 +76,43 @@ class PassRecorder:
         finally:
             self._records = False
 
-    def run_action(
-        self, recorded: Sequence[int], begin: Callable[[int], None], action: Action, compute: Callable[[], None]
-    ) -> None:
-        """Run an `action` of a schedule by its graph if it is a pass of a `recorded` microbatch that has one, else by
-        `compute`. `begin(microbatch)` makes its position the present one, with its data."""
-        key = action.kind, action.microbatch > 0
-        if action.microbatch not in recorded or not (self._records or key in self._passes):
-            return compute()
+    def run_pass(
+        self,
+        recorded: Sequence[int],
+        begin: Callable[[int, int], None],
+        action: Action,
+        tensors: Flow,
+        compute: ComputePass,
+    ) -> Flow:
+        """Return what an `action` of a schedule computes of `tensors`. A pass of a `recorded` microbatch that has a
+        graph is replayed, another one computed by `compute`. `begin(chunk, microbatch)` makes its position the present
+        one, with its data."""
+        chunk, microbatch = action.chunk, action.microbatch
+        slot = chunk, microbatch % self._slots[chunk]
+        key = slot, action.kind, not microbatch
+        if microbatch not in recorded or not (self._records or key in self._passes):
+            return compute(tensors)
         if action.kind is Kind.FORWARD:
-            begin(action.microbatch)
-            self._write_position()
-        with self._communicator.clock.time_section(SECTIONS[action.kind]):
-            if key not in self._passes:
-                self._passes[key] = self._record(action.kind, compute)
-            graph, launches, summed = self._passes[key]
-            if not self._records:  # else another rank may fail to record, for which collectives would wait
-                graph.replay()
-                self._communicator.count_launches(launches)
-            if action.kind is Kind.BACKWARD:
-                for flat, names in zip(self._buckets, summed, strict=True):
-                    flat.note_replayed_gradients(names)
+            assert self._in_flight.setdefault(slot, microbatch) == microbatch, "a slot has one microbatch in flight"
+            begin(chunk, microbatch)
+            self._write_position(slot)
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            self._in_flight.pop(slot)
+        if key not in self._passes:
+            self._passes[key] = self._record(action, self._pools[slot], tensors, compute)
+        recorded_pass = self._passes[key]
+        if not self._records:  # else another rank may fail to record, for which collectives would wait
+            with self._communicator.clock.time_section("forward" if action.kind is Kind.FORWARD else "backward"):
+                self._replay(recorded_pass, tensors)
+        if action.kind is not Kind.FORWARD:
+            self._weights.note_replayed_gradients(self._summed[chunk, action.kind])
+        return {name: x.clone() for name, x in recorded_pass.outputs.items()}  # the slot's next pass overwrites them
+
+    def _replay(self, recorded_pass: RecordedPass, tensors: Flow) -> None:
+        """Launch a recorded pass on `tensors`."""
+        _copy_tensors([tensors[name] for name in recorded_pass.inputs], [*recorded_pass.inputs.values()])
+        recorded_pass.graph.replay()
+        self._communicator.count_launches(recorded_pass.launches)
 
     def drop_graphs(self) -> None:
         """Drop the graphs: until then NCCL ends no group whose collectives they hold, not even by an abort."""
@@ -86,34 +120,41 @@ class PassRecorder:
             recorded_pass.graph.reset()
         self._passes.clear()
 
-    def _write_position(self) -> None:
-        """Write the tensors of the present position to the first one's, which recorded passes read."""
+    def _write_position(self, slot: Slot) -> None:
+        """Write the tensors of the present position to the first one's of its slot, which recorded passes read."""
         position = self._ops.position
-        if self._position is None:
-            self._position = replace(position, tensors=dict(position.tensors))
+        first = self._positions.get(slot)
+        if first is None:
+            first = self._positions[slot] = replace(position, tensors=dict(position.tensors))
         else:
-            torch._foreach_copy_(_list_tensors(self._position), _list_tensors(position))
-        self._ops.position = replace(self._position, tensors=dict(self._position.tensors))
+            _copy_tensors(_list_tensors(position), _list_tensors(first))
+        self._ops.position = replace(first, tensors=dict(first.tensors))
 
-    def _record(self, kind: Kind, compute: Callable[[], None]) -> RecordedPass:
-        """Record what `compute` launches, which is not executed. Raises RuntimeError for what no graph holds, such as a
-        read of the host."""
-        for flat in self._buckets:
+    def _record(self, action: Action, pool: Any, tensors: Flow, compute: ComputePass) -> RecordedPass:
+        """Record what `compute` launches on copies of `tensors`, which is not executed. Raises RuntimeError for what no
+        graph holds, such as a read of the host."""
+        for flat in self._weights.trained:
             flat.keep_sums()
+        inputs = {name: x.detach().clone() for name, x in tensors.items()}
         graph, clock = torch.cuda.CUDAGraph(), self._communicator.clock
         self._communicator.clock, self.is_recording = SectionClock(), True  # events in a graph have no time
         try:
             # other threads may ask their events meanwhile
-            how = {"pool": self._pool, "capture_error_mode": "thread_local"}
+            how = {"pool": pool, "capture_error_mode": "thread_local"}
             with PROGRESS.mark_preparing("record passes"), self._communicator.divert_launches() as launches:
                 with torch.cuda.graph(graph, **how):
-                    compute()
-                    if kind is Kind.BACKWARD:
-                        for flat in self._buckets:
-                            flat.end_backward_pass()
+                    outputs = compute(inputs)
+                    if action.kind is not Kind.FORWARD:
+                        self._weights.flush_gradients(action.chunk, action.kind is not Kind.INPUT)
         finally:
             self._communicator.clock, self.is_recording = clock, False
-        return RecordedPass(graph, launches, [flat.summed for flat in self._buckets])
+        return RecordedPass(graph, inputs, outputs, launches)
+
+
+def _copy_tensors(tensors: list[Tensor], to: list[Tensor]) -> None:
+    """Copy each of `tensors`, if any, to the tensor at its place in the list `to`."""
+    if tensors:
+        torch._foreach_copy_(to, tensors)
 
 
 def _list_tensors(position: PassPosition) -> list[Tensor]:

@@ -8,7 +8,7 @@ ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -182,18 +182,27 @@ class RankWeights:
             self.residency.end_pass()
         if is_last_pass:
             self._left.discard(chunk)
-        if not is_complete:
-            for flat, users in zip(self.trained, self._users, strict=True):
-                if flat.here and chunk in users:
-                    flat.end_input_gradient_pass()
-            return
-        for flat, users in zip(self.trained, self._users, strict=True):
-            if flat.here and chunk in users:
-                if not flat.launched and (flat.bucket.zero >= 2 or (is_last_pass and not self._left & users)):
-                    self._reduce_bucket(flat)
-                flat.end_backward_pass()
-        while self._reducing:
+        for flat, users in self._list_buckets_of(chunk) if is_complete else ():
+            if not flat.launched and (flat.bucket.zero >= 2 or (is_last_pass and not self._left & users)):
+                self._reduce_bucket(flat)
+        self.flush_gradients(chunk, is_complete)
+        while is_complete and self._reducing:
             self._reducing.popleft().finish_pass_reduction()
+
+    def flush_gradients(self, chunk: int, is_complete: bool) -> None:
+        """Add to the sums what a model chunk's backward pass has computed; `is_complete`: weight gradients too."""
+        for flat, _ in self._list_buckets_of(chunk):
+            flat.end_backward_pass() if is_complete else flat.end_input_gradient_pass()
+
+    def note_replayed_gradients(self, summed: Sequence[Collection[str]]) -> None:
+        """Note that a recorded backward pass has run, which sums gradients of the parameters `summed`, by bucket."""
+        for flat, names in zip(self.trained, summed, strict=True):
+            flat.note_replayed_gradients(names)
+
+    def _list_buckets_of(self, chunk: int) -> list[tuple[FlatBucket, set[int]]]:
+        """Return the trained buckets on this rank that a model chunk reads, with all chunks that do."""
+        of_buckets = zip(self.trained, self._users, strict=True)
+        return [(flat, users) for flat, users in of_buckets if flat.here and chunk in users]
 
     def finish_reductions(self) -> dict[str, Tensor]:
         """Wait until a training step's gradients are reduced; return them, flat, by the bucket's first parameter."""

@@ -4,6 +4,7 @@ as graphs of the device (train.graphs)."""
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from math import inf
 from typing import Any
@@ -11,16 +12,14 @@ from typing import Any
 import torch
 
 from platform.config.ramps import list_remaining_lengths, step_sample_range
-from platform.plan.schedule import Action
+from platform.plan.schedule import Action, Kind, count_in_flight
 from platform.predict.memory_budget import has_room_for_graphs
 from platform.runtime.compilation import CompileTrial
 from platform.runtime.parallel_ops import ActivationWatch
 from platform.runtime.pipeline import Accumulated, Forward, PipelineExecutor
-from platform.train.pass_recorder import PassRecorder
+from platform.train.pass_recorder import PassRecorder, Pools, Slot, Summed
 from platform.train.stage_passes import StagePasses
 from platform.train.trainer import Trainer
-
-DISTINCT = 3  # microbatches of a step: the first, the last, and those between
 
 
 def rehearse_steps(trainer: Trainer, step: int) -> str:
@@ -72,9 +71,10 @@ def _record_passes(trainer: Trainer, step: int, passes_by_length: Sequence[Stage
     if communicator.is_true_anywhere(not has_room):
         warnings.warn("train.graphs: memory has no room for recorded passes", stacklevel=1)
         return
-    row, pool = trainer.rows.row_of_step(trainer.plan.microbatches), torch.cuda.graph_pool_handle()
+    row = trainer.rows.row_of_step(trainer.plan.microbatches)
+    pools = defaultdict[Slot, Any](torch.cuda.graph_pool_handle)
     for trainer.passes in passes_by_length:
-        why = _record_passes_of_length(trainer, step, [a for a in row if a.microbatch < DISTINCT], pool)
+        why = _record_passes_of_length(trainer, step, row, pools)
         if communicator.is_true_anywhere(bool(why)):
             trainer.passes.drop_recorder()
             why = why or "another rank cannot record its own"
@@ -86,17 +86,39 @@ def _record_passes(trainer: Trainer, step: int, passes_by_length: Sequence[Stage
         trainer.weights.finish_reductions()
 
 
-def _record_passes_of_length(trainer: Trainer, step: int, row: Sequence[Action], pool: Any) -> str:
+def _run_first_passes(trainer: Trainer, step: int, row: Sequence[Action]) -> Summed:
+    """Run what two microbatches of a `row` of training step `step` do, all ranks together: it makes what all passes
+    share, and loads kernels. Return by kind of backward pass the parameters whose gradients it is the first to sum."""
+    summed, known = Summed(), set[str]()
+
+    def build_watched_stage(forward: Forward, accumulated: Accumulated) -> PipelineExecutor:
+        """Construct an executor that notes what each backward pass of the first microbatch sums."""
+
+        def note_backward(action: Action, done: int | None) -> None:
+            """Note what a backward action has summed; `done`: the chunk it ends."""
+            trainer.weights.flush_gradients(action.chunk, action.kind is not Kind.INPUT)
+            names = [flat.summed - known for flat in trainer.weights.trained]
+            if not action.microbatch:
+                summed[action.chunk, action.kind] = names
+            known.update(*names)
+            accumulated(action, done)
+
+        return trainer.passes.build_lone_stage(forward, note_backward)
+
+    trainer.run_passes(step, [a for a in row if a.microbatch < 2], 1.0, build_watched_stage)
+    trainer.weights.finish_reductions()
+    return summed
+
+
+def _record_passes_of_length(trainer: Trainer, step: int, row: Sequence[Action], pools: Pools) -> str:
     """Record passes in a `row` of training step `step` over sequences of the present length; return why that fails. It
     runs no collective, in which others might not take part."""
-    recorded, passes, flats = trainer.list_recorded_microbatches(row), trainer.passes, trainer.weights.trained
-    _run_alone(trainer, step, [a for a in row if a.microbatch < 2])  # makes what all passes share, loads kernels
-    summed = [flat.summed for flat in flats]
-    trainer.weights.finish_reductions()
-    if recorded[0]:
-        for flat, names in zip(flats, summed, strict=True):
-            flat.note_replayed_gradients(names)  # of the pass before
-    passes.recorder = PassRecorder(trainer.communicator, passes.ops, flats, pool)
+    recorded, passes, weights = trainer.list_recorded_microbatches(row), trainer.passes, trainer.weights
+    summed = _run_first_passes(trainer, step, row)
+    for names in summed.values() if recorded[0] else ():
+        weights.note_replayed_gradients(names)  # of the microbatch before
+    slots = count_in_flight(row)
+    passes.recorder = PassRecorder(trainer.communicator, passes.ops, weights, slots, summed, pools)
 
     def build_recorded_stage(forward: Forward, accumulated: Accumulated) -> PipelineExecutor:
         """Construct an executor of which no pass is the last one, behind which gradients are reduced."""
@@ -104,7 +126,8 @@ def _record_passes_of_length(trainer: Trainer, step: int, row: Sequence[Action],
 
     try:
         with passes.recorder.record_new_passes():
-            recordable = [a for a in row if a.microbatch in recorded]
+            distinct = recorded[: 1 + max(slots.values())]  # the first one has graphs of its own
+            recordable = [a for a in row if a.microbatch in distinct]
             trainer.run_passes(step, recordable, 1.0, build_recorded_stage, recorded)
     except Exception as error:
         passes.ops.ahead.begin_pass()  # forgets what the pass has begun

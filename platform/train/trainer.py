@@ -404,7 +404,7 @@ class Trainer:
         passes, ops = self.passes, self.passes.ops
         first, end = (passes.pieces * n for n in step_sample_range(self.config.train, step))
         total, divisor = passes.total.zero_(), passes.divisor.fill_(loss_divisor / self._loss_factor)
-        batch = passes.batch
+        batch, chunks = passes.batch, {chunk.number: chunk for chunk in passes.stage.chunks}
         is_unsplit = all(a.kind is not Kind.WEIGHT for a in row)
         last = {a.chunk: a.microbatch for a in row if is_unsplit and a.kind is Kind.BACKWARD}
         reduces_early = is_unsplit and not any(m in recorded for m in last.values())  # reductions are not
@@ -435,15 +435,15 @@ class Trainer:
             """Note in the weights that a backward action has added its gradients; `done`: the chunk it ends."""
             self.weights.note_backward_end(action.chunk, done is not None, action.kind is not Kind.INPUT)
 
-        def begin_recorded_pass(m: int) -> None:
-            """Load the data of microbatch `m` of the training step, which a recorded pass computes."""
+        def begin_recorded_pass(chunk: int, m: int) -> None:
+            """Load the data of microbatch `m` of the training step, of which a recorded pass computes a chunk."""
             enter_microbatch(m)
-            passes.begin_chunk(passes.stage.chunks[0], "train", first + m * batch, end)
+            passes.begin_chunk(chunks[chunk], "train", first + m * batch, end)
 
         self.weights.begin_step(reduces_early)
         pipeline = build(forward, note_backward)
         if recorded and passes.recorder:
-            pipeline.run_action = partial(passes.recorder.run_action, recorded, begin_recorded_pass)
+            pipeline.run_pass = partial(passes.recorder.run_pass, recorded, begin_recorded_pass)
         pipeline.run_row(row)
         self.peak_live = pipeline.peak_live
         return total

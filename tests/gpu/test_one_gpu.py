@@ -27,7 +27,7 @@ from tests.harness.oracle import (
 from tests.harness.wide_sums import errors
 
 pytestmark = pytest.mark.gpu
-MORE = {"dropout": {"dropout": 0.2}, "head_width_12": {"d_model": 96}}
+MORE = {"dropout": {"dropout": 0.2}, "head_width_12": {"d_model": 96}, "all in flight": {"pipeline": "gpipe"}}
 LOWER = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}  # of a loss, relative
 
 
@@ -78,7 +78,7 @@ def test_the_error_of_a_weight_s_gradient_does_not_grow_with_its_microbatches(pr
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
-@pytest.mark.parametrize("model", ["gpt", "llama", "dropout"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "dropout", "all in flight"])
 def test_replayed_passes_compute_what_launched_ones_do(model, compiled):
     """By CUDA's own graphs, in fp64, with evaluations between, which take other memory. No GPU has run this yet."""
 

@@ -66,6 +66,12 @@ class Pool:
             if pooled.died < begin or pooled.born > end:
                 torch.empty(0, dtype=torch.uint8).set_(pooled.memory).fill_(0xFF)  # NaN, or -1
 
+    def show(self) -> None:
+        """Tensors of the pool that the host still has show what is at their place."""
+        for pooled in self.storages.values():
+            if not pooled.weak.expired():
+                torch.UntypedStorage._new_with_weak_ptr(pooled.weak.cdata).copy_(pooled.memory)
+
 
 @dataclass
 class Place:
@@ -117,6 +123,7 @@ class TapedGraph:
             out = function(*resolve(args), **{name: resolve(x) for name, x in kwargs.items()})
             for i, place in made:
                 place.tensor().copy_(tree_leaves(out)[i])
+        self.pool.show()
 
 
 def resolve(x: Any) -> Any:

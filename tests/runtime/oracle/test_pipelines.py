@@ -164,7 +164,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     c = configure(pipeline="gpipe", stages=2, microbatch=2, tied=False)
     plan = make_plan(c)
     made, alive = [], []  # on stage 0; how many of them there are when each of its backward passes begins
-    input_gradient, send = PipelineExecutor._compute_input_gradient, ThreadGroups.send
+    input_gradient, send = PipelineExecutor._compute_input_gradients, ThreadGroups.send
     mine = lambda: threading.current_thread().name == "rank0"  # noqa: E731
 
     def edge(x):
@@ -175,14 +175,14 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
         made.extend([weakref.ref(x)] if mine() else [])
         return send(self, x, stage)
 
-    def beginning(self, action):
+    def beginning(self, action, gradients):
         alive.extend([sum(reference() is not None for reference in made)] if mine() else [])
-        input_gradient(self, action)
+        return input_gradient(self, action, gradients)
 
     monkeypatch.setattr("platform.runtime.pipeline.get_gradient_edge", edge)
     monkeypatch.setattr("platform.runtime.pipeline.SENDS_IN_FLIGHT", 0)
     monkeypatch.setattr(ThreadGroups, "send", sending)
-    monkeypatch.setattr(PipelineExecutor, "_compute_input_gradient", beginning)
+    monkeypatch.setattr(PipelineExecutor, "_compute_input_gradients", beginning)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).compute_gradients(1))
     assert plan.microbatches == len(alive) == 4 and len(made) == 8 and alive[0] == 0
 

@@ -4,6 +4,7 @@ of a GPU's graphs, which has each operation and the memory that it reads and wri
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -28,13 +29,16 @@ from platform.runtime.communicator import Communicator, LaunchCounts, SingleRank
 from platform.runtime.flat_buffers import FlatBucket
 from platform.runtime.parallel_ops import ParallelOps
 from platform.runtime.pipeline import StageFailed
+from platform.train import rehearsal
 from platform.train.faults import Fault
 from platform.train.pass_recorder import PassRecorder, RecordedPass
+from platform.train.rank_parameters import RankWeights
 from platform.train.rehearsal import rehearse_steps
 from platform.train.stage_passes import StagePasses
 from platform.train.trainer import Trainer
 from platform.train.training_state import RankTrainingState
 from platform.train.worker import Worker
+from tests.harness import tape
 from tests.harness.card import KernelCounter, alone, shrunk
 from tests.harness.oracle import MODELS, configure, trainer_of, validation_loss
 from tests.harness.streams import ROOT
@@ -44,6 +48,7 @@ from tests.harness.threads import run_threads
 SIZES = ("microbatch", "global_batch", "mlp_chunks")  # keys of `train` that `configure` has
 T, SP = {"tensor": "1d", "axes": {"t": 2}}, {"tensor": "1d_sp", "axes": {"t": 2}}
 RC: dict[str, Any] = {"axes": {"r": 2, "c": 2}, "microbatch": 4, "layers": 1}
+INTERLEAVED: dict[str, Any] = {"pipeline": "interleaved", "stages": 2, "chunks": 2, "layers": 4}
 # name -> how many passes of a step are replayed on a rank, and the configuration
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (8, {"dropout": 0.1}),
@@ -85,6 +90,18 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts, 1d": (4, {**T, "microbatch": 4, **MODELS["experts"]}),
     "experts apart": (2, {"data": 2, "experts_of": 2, **MODELS["experts"]}),
     "experts, compiled": (4, {"microbatch": 4, "compile": "on", **MODELS["experts"], "layers": 1}),
+    "1f1b": (8, {"pipeline": "1f1b", "stages": 2, "dropout": 0.1}),
+    "1f1b, data": (6, {"pipeline": "1f1b", "stages": 2, "data": 2, "microbatch": 1, **MODELS["llama"]}),
+    "interleaved": (16, {**INTERLEAVED, **MODELS["gqa_tied"]}),
+    "gpipe": (8, {"pipeline": "gpipe", "stages": 2, **MODELS["t5"], "dropout": 0.1}),
+    "zb_h1": (12, {"pipeline": "zb_h1", "stages": 2, "dropout": 0.1}),
+    "gpipe, lone": (8, {"pipeline": "gpipe"}),
+    "1f1b, 1d_sp": (6, {"pipeline": "1f1b", "stages": 2, **SP}),
+    "1f1b, growing batch": (0, {"pipeline": "1f1b", "stages": 2, "ramp_from": 2, "ramp_by": 2, "ramp_samples": 6}),
+    "interleaved, zero 1": (8, {**INTERLEAVED, "data": 2, "zero": 1, "microbatch": 1}),
+    "interleaved, longer": (16, {**INTERLEAVED, **MODELS["llama"], "layers": 4, "length_ramp": ["0:8", "3:16"]}),
+    "interleaved, experts": (16, {**INTERLEAVED, **MODELS["experts"], "layers": 4}),
+    "zb_h1, compiled": (12, {"pipeline": "zb_h1", "stages": 2, "compile": "on", **MODELS["llama"]}),
     "context": (2, {"context": 2, "microbatch": 4, **MODELS["llama"]}),
 }  # fmt: skip
 Step = tuple[int, dict[str, Any]]
@@ -155,7 +172,7 @@ def test_replayed_passes_change_nothing(plan, monkeypatch):
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager")  # whose operations are torch's
     replays: list[int] = []
     assert differences(configured(plan), replays) == []
-    expected = {PLANS[plan][0]} if plan != "growing batch" else {2, 4, 6, 8}
+    expected = {PLANS[plan][0]} if "growing batch" not in plan else {2, 4, 6, 8}
     assert set(replays) <= expected and replays
 
 
@@ -191,13 +208,13 @@ class Divisor:
 
 def move_inputs(patch: pytest.MonkeyPatch) -> None:
     """The data of a microbatch lies at another address than that of the one that was recorded, which is freed."""
-    patch.setattr(PassRecorder, "_write_position", lambda self: None)
+    patch.setattr(PassRecorder, "_write_position", lambda self, slot: None)
 
 
 def keep_inputs(patch: pytest.MonkeyPatch) -> None:
     """The data of a microbatch lies at another address than that of the one that was recorded, which is still there."""
 
-    def write(self) -> None:
+    def write(self, slot) -> None:
         kept.append(self._ops.position)
 
     kept: list[Any] = []
@@ -230,6 +247,19 @@ def forget_launches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Communicator, "count_launches", lambda self, counts: None)
 
 
+def share_memory(patch: pytest.MonkeyPatch) -> None:
+    """Microbatches that are in flight at once are recorded in the same memory."""
+    of_ranks: dict[int, tape.Pool] = {}
+    make = tape.Pool
+    patch.setattr(tape, "Pool", lambda: of_ranks.setdefault(threading.get_ident(), make()))
+
+
+def keep_flow(patch: pytest.MonkeyPatch) -> None:
+    """What a neighbour sends is not copied to where a recorded pass reads it."""
+    replay = PassRecorder._replay
+    patch.setattr(PassRecorder, "_replay", lambda self, made, tensors: replay(self, made, made.inputs))
+
+
 CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "keys of the host": ("whole", bake_keys),
     "divisors of the host": ("labels that differ", bake_divisors),
@@ -239,6 +269,8 @@ CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "sums that are not known": ("labels that differ", forget_sums),
     "counts elsewhere, memory freed": ("experts", count_elsewhere),
     "launches that are not counted": ("1d_sp", forget_launches),
+    "memory of two in flight": ("1f1b", share_memory),
+    "activations that do not arrive": ("1f1b", keep_flow),
 }
 
 
@@ -251,11 +283,22 @@ def test_negative_control(control, monkeypatch):
     others = run(c, False)
     spoil(monkeypatch)
     with recording():
-        if control.endswith("freed"):
+        if control == "memory of two in flight":  # numbers are read there that no pass has written
+            with pytest.raises(StageFailed, match="out of bounds|not finite"):
+                run(c, True)
+        elif control.endswith("freed"):
             with pytest.raises(StageFailed, match="a graph reads or writes memory that is gone"):
                 run(c, True)
         else:
             assert str([seen[:2] for seen in run(c, True)[0]]) != str([seen[:2] for seen in others[0]])
+
+
+def test_a_slot_has_one_microbatch_in_flight(monkeypatch):
+    """Two of 1f1b's first stage are."""
+    c = configured("1f1b")
+    monkeypatch.setattr(rehearsal, "count_in_flight", lambda row: {0: 1, 1: 1})
+    with recording(), pytest.raises(RuntimeError, match="a slot has one microbatch in flight"):
+        run(c, True)
 
 
 @pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: torch.tensor([1.0, 2.0])], ids=["to", "from"])
@@ -324,9 +367,10 @@ def test_a_collective_is_waited_for_where_it_was_launched(waits):
 def test_a_worker_drops_its_graphs_before_it_aborts_groups():
     """NCCL's abort of a group waits until no graph has collectives of it, and a leave for that abort."""
     events: list[str] = []
-    recorder = PassRecorder(SingleRank(Mesh(())), ParallelOps.__new__(ParallelOps), [], None)
+    ops, weights = ParallelOps.__new__(ParallelOps), RankWeights.__new__(RankWeights)
+    recorder = PassRecorder(SingleRank(Mesh(())), ops, weights, {0: 1}, {}, {})
     graph = SimpleNamespace(reset=lambda: events.append("reset"))
-    recorder._passes[Kind.FORWARD, False] = RecordedPass(graph, LaunchCounts(Counter(), {}, []), [])
+    recorder._passes[(0, 0), Kind.FORWARD, False] = RecordedPass(graph, {}, {}, LaunchCounts(Counter(), {}, []))
     passes, trainer, worker = StagePasses.__new__(StagePasses), Trainer.__new__(Trainer), Worker.__new__(Worker)
     passes.recorder, trainer._of_lengths = recorder, {16: passes}
     worker.communicator = SimpleNamespace(abort=lambda: events.append("abort"), close=lambda: events.append("close"))
@@ -388,12 +432,12 @@ def test_a_replayed_microbatch_is_launched_by_few_calls(monkeypatch):
     with alone(c, 0, reads) as trainer:
         rehearse_steps(trainer, 1)
         reads.clear()
-        calls, run = [], PassRecorder.run_action
+        calls, run = [], PassRecorder.run_pass
 
-        def counted(self, recorded, begin, action, compute):
-            def begun(m: int) -> None:
+        def counted(self, recorded, begin, action, tensors, compute):
+            def begun(chunk: int, m: int) -> None:
                 sys.setprofile(None)
-                begin(m)
+                begin(chunk, m)
                 sys.setprofile(note)
 
             def note(frame, event, argument):
@@ -401,10 +445,11 @@ def test_a_replayed_microbatch_is_launched_by_few_calls(monkeypatch):
 
             calls.append(0)
             sys.setprofile(note)
-            run(self, recorded, begun, action, compute)
+            outputs = run(self, recorded, begun, action, tensors, compute)
             sys.setprofile(None)
+            return outputs
 
-        monkeypatch.setattr(PassRecorder, "run_action", counted)
+        monkeypatch.setattr(PassRecorder, "run_pass", counted)
         before = Counted.replays
         with KernelCounter(trainer.communicator) as counter:
             trainer.step(1)
@@ -417,7 +462,6 @@ def test_a_replayed_microbatch_is_launched_by_few_calls(monkeypatch):
 
 REASONS: list[tuple[str, list[str]]] = [
     ("train.graphs=off", ["train.graphs=off"]),
-    ("microbatches of a pipeline overlap", ["pipeline=1f1b", "pipeline.stages=2"]),
     ("each microbatch's gradients are reduced", ["parallel.data=2", "parallel.zero=2"]),
     ("ranks make weights of 4 bits", ["tune=qlora"]),
     ("the host counts its experts' rows", ["model.experts=4", "model.capacity_factor=0"]),
@@ -428,10 +472,36 @@ REASONS: list[tuple[str, list[str]]] = [
     ("further losses", ["model.predict_ahead=1"]),
     ("activations go to host memory", ["recompute=full", "recompute_offload=true"]),
     ("monitor.timeline", ["monitor.timeline=true"]),
-    ("microbatches of a pipeline overlap", ["pipeline=gpipe"]),
-    ("microbatches of a pipeline overlap", ["pipeline=zb_h1"]),
     ("collectives run beside all passes", ["parallel.data=2", "train.global_batch=2", "train.microbatch=1"]),
 ]
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_table_of_a_user_takes_microbatches_in_order(order, tmp_path):
+    """Of one stage; else the first backward pass would add to sums that are not there."""
+    c = compose_config(["+experiment=one_gpu", "cluster.device=cuda"])
+    table = tmp_path / "table.txt"
+    table.write_text(",".join(["0F0", "0F1", *(f"0B{m}" for m in order)]) + "\n")
+    c.pipeline.kind, c.pipeline.file = "file", str(table)
+    c.train.global_batch = 2 * c.train.microbatch
+    why = recorded_passes.reason_against_graphs(c, make_plan(c), "cuda")
+    assert ("order" in why) is (order != [0, 1]), why
+
+
+def test_memory_of_passes_in_flight():
+    """Passes of 1f1b's first stage of four have four slots, each with its own working memory; the last one's have one;
+    two microbatches are computed beside them, as gradients are reduced and shards gathered."""
+    keys = ["pipeline=1f1b", "pipeline.stages=4", "train.microbatch=1", "train.global_batch=16", "eval.every=0"]
+    for zero, beside in ((0, 1), (1, 2)):
+        at = [f"parallel.zero={zero}", "parallel.data=2"]
+        c = compose_config(["+experiment=one_gpu", "cluster.device=cuda", *keys, *at])
+        plan = make_plan(c)
+        eager = predict_footprints(c, plan)
+        c.train.graphs = "on"
+        for stage, (usual, recorded) in enumerate(zip(eager, predict_footprints(c, plan), strict=True)):
+            slots = 4 - stage
+            wanted = slots * usual.working + usual.activations * min(slots, beside) // slots
+            assert recorded.recorded == wanted and recorded.activations == usual.activations
 
 
 @pytest.mark.parametrize(("reason", "changes"), REASONS)
