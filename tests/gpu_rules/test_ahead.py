@@ -17,6 +17,8 @@ from tests.house.rooms import ROOT
 needs_compiler = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 GATED = "swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"
+TUNED = "fine_tune", "fine_tune_offload", "distill", "preferences", "preferences_offload"
+ADAPTED = "lora", "preferences_lora", "preferences_qlora"
 COMPILING = {"region", "compile_function"}  # what the platform's code calls to have a function compiled
 
 # Region (of a run) -> the most kernels that it may launch, and how often these may read or write a tensor of the size
@@ -58,12 +60,10 @@ BUDGETS = {
     "block_backward": (26, 21.6),
     "block_input_gradients": (22, 16.5),
     "block_weight_gradients": (4, 4.3),  # of them products alone
-    "fine_tune block_backward": (16, 24.3),
-    "fine_tune_offload block_backward": (16, 24.4),
-    "distill block_backward": (16, 24.3),
+    **{f"{run} block_backward": (16, 24.4) for run in TUNED},
     # 18 and 19 of them for six adapters, whose narrow products are three kernels each
-    "lora block_forward": (28, 24.6),
-    "lora block_backward": (34, 28.1),
+    **{f"{run} block_forward": (28, 24.6) for run in ADAPTED},
+    **{f"{run} block_backward": (34, 28.1) for run in ADAPTED},
     "llama_8b block_forward": (11, 14.3),
     "llama_8b block_backward": (23, 27.5),
     "llama_8b_usual block_forward": (12, 14.8),
@@ -77,7 +77,7 @@ SPILLS = {
     "transformer_base row_statistics": (0, 24),
     "cluster_check block_backward": (4, 4),
     "fine_tune block_backward": (4, 4),
-    "lora block_backward": (0, 32),
+    **{f"{run} block_backward": (0, 32) for run in ADAPTED},
     "one_gpu_apart block_input_gradients": (8, 8),
     "one_gpu block_backward": (8, 8),
 }
