@@ -80,10 +80,11 @@ def with_rows_for_all(c: Config) -> Config:
 
 
 def passes_of_rows(trainer: Trainer) -> int:
-    """How often a rank sends rows to experts in a step."""
+    """How often a rank sends rows to experts in the first step."""
     here, at = trainer.stage, trainer.communicator.coordinates
     sends = [o for (kind, _), o in here.operations.items() if kind == "dispatch_rows" and is_at_index_zero(o.only, at)]
-    return here.microbatches * sum(1 + o.operation.recomputed for o in sends)
+    microbatches = len({action.microbatch for action in trainer.stage_actions(1)})  # a batch may grow
+    return microbatches * sum(1 + o.operation.recomputed for o in sends)
 
 
 def step_on_card(c: Config, rank: int) -> None:

@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(bool(lacking()), reason=lacking())
 
 GATED = "swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"
 TUNED = "fine_tune", "fine_tune_offload", "distill", "preferences", "preferences_offload"
-ADAPTED = "lora", "preferences_lora", "preferences_qlora"
+ADAPTED = "lora", "preferences_lora", "preferences_qlora", "qlora"
 COMPILING = {"region", "compile_function"}  # what the platform's code calls to have a function compiled
 
 # Region (of a run) -> the most kernels that it may launch, and how often these may read or write a tensor of the size
@@ -76,7 +76,7 @@ SPILLS = {
     "mixtral_8x7b row_statistics": (0, 156),
     "transformer_base row_statistics": (0, 24),
     "cluster_check block_backward": (4, 4),
-    "fine_tune block_backward": (4, 4),
+    **{f"{run} block_backward": (4, 4) for run in ("fine_tune", "fine_tune_offload", "preferences_offload")},
     **{f"{run} block_backward": (0, 32) for run in ADAPTED},
     "one_gpu_apart block_input_gradients": (8, 8),
     "one_gpu block_backward": (8, 8),
