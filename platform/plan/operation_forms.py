@@ -485,11 +485,12 @@ def _row_dispatch_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]
     leave = _join_conversions(exchange, join)
     assert isinstance(x, Spec)
     expert_axes = _axes_holding_experts(plan, out, exchange)
-    experts, lent = plan.sizes["experts"] // plan.mesh.count_ranks(expert_axes), plan.scheme.lent
-    counts = [(s, experts + lent * plan.mesh.count_ranks(s.axes)) for s in exchange.forward]
-    told = [Collective("all_to_all", s.axes, n, "integers", "forward", s.only) for s, n in counts]
+    beside = _copied_weights(plan, out, planned, exchange, weight_conversion)
+    experts, more = plan.sizes["experts"] // plan.mesh.count_ranks(expert_axes), plan.scheme.lent + len(beside)
+    counts = [(s, experts + more * plan.mesh.count_ranks(s.axes)) for s in exchange.forward]
+    beside += [Collective("all_to_all", s.axes, n, "integers", "forward", s.only) for s, n in counts]
     choice = Operand(weights, weight_conversion, constant=True, renamed=_place_on_experts(expert_axes))
-    yield Form((Operand(x, enter), choice), out, leave, beside=told)
+    yield Form((Operand(x, enter), choice), out, leave, beside=beside)
 
 
 def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -504,7 +505,21 @@ def _row_combine_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     holding = _axes_holding_experts(plan, y, exchange)
     apart, back = _place_on_experts(holding), _place_on_experts(holding, weight_spread.split["batch"])
     operands = Operand(y, enter, renamed=back), Operand(weights, weight_conversion, renamed=apart)
-    yield Form(operands, out, leave, linear=True)
+    returned = [replace(c, phase="backward") for c in _copied_weights(plan, y, planned, exchange, weight_conversion)]
+    yield Form(operands, out, leave, linear=True, beside=returned)
+
+
+def _copied_weights(
+    plan: Plan, rows: Spec, planned: PlannedOperation, exchange: Conversion, weights: Conversion
+) -> list[Collective]:
+    """Return the messages of weights, in the forward pass, that go with copies of tokens along an exchange of `rows` to
+    ranks with seats for several experts of a token: for each copy, the weights in all seats."""
+    over = [s for s in exchange.forward if s.op == "all_to_allv"]
+    expert_axes = (*_axes_holding_experts(plan, rows, exchange), *(a for s in over for a in s.axes))
+    seats = plan.sizes["experts"] // plan.mesh.count_ranks(expert_axes) + plan.scheme.lent
+    chosen, tokens = planned.operation["chosen"], prod(weights.after[:2])
+    sent = [(s, tokens * min(chosen, plan.mesh.count_ranks(s.axes) - 1)) for s in over if min(chosen, seats) > 1]
+    return [Collective("all_to_allv", s.axes, n * seats, "accumulate", "forward", s.only, n) for s, n in sent]
 
 
 def _join_conversions(first: Conversion, second: Conversion) -> Conversion:

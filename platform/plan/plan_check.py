@@ -238,7 +238,8 @@ class PlanWalk:
             if phases and step.op in COLLECTIVES:
                 sides = [before, spread] if step.op == "all_to_allv" else [spread if step.op == "scatter" else before]
                 counts = (s.count_elements(sizes, self._extents) for s in sides)
-                elements = min((self._count_cut_unit_elements(s, sizes) for s in sides) if rows else counts)
+                others = prod(self._extents[a] for a in step.axes) - 1 if step.op == "all_to_allv" else 0
+                elements = min((self._count_cut_unit_elements(s, sizes, others) for s in sides) if rows else counts)
                 moved = [d for i, d in enumerate(before.split) if taken.moves_dim(i)]
                 share = before.average_share((d for d in before.split if d not in moved), sizes, self._extents)
                 if step.op in ("reduce_scatter", "all_to_all"):  # each block of what is split has room
@@ -258,9 +259,10 @@ class PlanWalk:
         """Return how many experts the checked plan gives a rank by a `spread` of a tensor of global `sizes`."""
         return spread.longest_extent("experts", sizes, self._extents)
 
-    def _count_cut_unit_elements(self, spread: Spread, sizes: Sizes) -> int:
-        """Return the elements of the most rows that the checked plan can give a rank."""
-        of_token = min(self._plan.sizes["rows"], self._count_own_experts(spread, sizes) + self._plan.scheme.lent)
+    def _count_cut_unit_elements(self, spread: Spread, sizes: Sizes, others: int) -> int:
+        """Return the elements of the most rows that a plan can give a rank, or that go to `others`, each token once."""
+        own_experts = self._count_own_experts(spread, sizes) + self._plan.scheme.lent
+        of_token = min(self._plan.sizes["rows"], others or own_experts)
         without_experts = spread._replace(split={d: axes for d, axes in spread.split.items() if d != "experts"})
         return of_token * without_experts.count_elements(sizes, self._extents)
 

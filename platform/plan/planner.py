@@ -356,8 +356,10 @@ class Planner:
         for step, before, after in shapes_along_steps(steps, shape, self.mesh):
             unmoved_cuts = {i: cut for i, cut in differ.items() if not step.moves_dim(i)}
             if step.op in COLLECTIVES:
-                # rows that are exchanged are no more than either end can have
-                counted = after if step.op == "scatter" else min(before, after) if step.op == "all_to_allv" else before
+                counted = after if step.op == "scatter" else before
+                if step.op == "all_to_allv":  # of a token's copies, one for each rank, its own stays
+                    few, most = sorted((before, after))
+                    counted = (min(few[0], most[0] - most[0] // self.mesh.count_ranks(step.axes)), *few[1:])
                 rows = counted[0] if ragged else 0
                 if step.op in LENDING:
                     rows = abs(after[0] - before[0])

@@ -400,7 +400,7 @@ class _PassPricer:
     def _rows_seconds(self, c: Collective) -> float:
         """Return the seconds in which tokens go to their experts, as the system sends them."""
         node_ranks, n = count_group_ranks(self.plan.mesh, c.axes, self.hardware.ranks)
-        size = c.elements * self.plan.itemsize["compute"]
+        size = c.elements * self.plan.itemsize[c.dtype]
         if not self.system.rows_by_node:
             return float(group_seconds(c.op, size, n, node_ranks, self.hardware))
         copies, nodes = self.plan.sizes.get("rows", 1), n / node_ranks

@@ -326,7 +326,7 @@ def _iterate_quantities(
         results[c] -= (is_left_out := results[c] > 0)
         if c.dtype != "compute" or c.op == "rotate":
             continue
-        elements = c.elements * even_sent_share(planner, o, c)
+        elements = c.elements * even_sent_share(planner, o, c, by_pair=True)  # copies are no power of the ranks
         axes = tuple(map(base_axis, mesh.order_axes(c.axes)))
         kind = Quantity("ahead" if goes else "collective", axes, c.op, c.phase)
         yield kind._replace(again=not is_left_out), elements

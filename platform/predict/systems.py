@@ -23,7 +23,8 @@ class System:
     sent by a kernel of its own, and sums whole gradients; `stands_by`: True if a stage computes nothing while it sends
     and receives; `sends_ahead`: True if messages between interleaved stages go beside their passes; `tensor_exposed`:
     share of a pass's waits along tensor axes that products beside them leave; `rows_by_node`: True if a token goes once
-    to each node that has experts of it, and there once to each rank; `overlaps_experts`: True if tokens go to experts
+    to each node that has experts of it, and there once to each rank; `rows_by_pair`: True if it goes to each of its
+    experts, and not once to each of their ranks; `overlaps_experts`: True if tokens go to experts
     and back beside computing of another microbatch; `read_wait`: seconds for which a device waits for its host, which
     has to read how many tokens experts get, per layer of experts and pass; `sink_accesses`: number of times more that
     attention with sinks reads and writes its queries; `adapters`: most adapters of a node that one group uses at once,
@@ -40,6 +41,7 @@ class System:
     sends_ahead: bool = False
     tensor_exposed: Annotated[float, Span(0, 1)] = 1.0
     rows_by_node: bool = False
+    rows_by_pair: bool = False
     overlaps_experts: bool = False
     read_wait: Annotated[float, Span(0, 1)] = 0.0
     sink_accesses: Annotated[float, Span(0, 1000)] = 0.0

@@ -17,6 +17,7 @@ from platform.plan.chunks import Chunk, RecordableModel
 from platform.plan.layout import is_at_index_zero
 from platform.plan.model_types import POINTWISE, Operation, Parameter, Spec
 from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
+from platform.plan.operations.experts import SORTED, share_of_copies
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan import Plan
@@ -334,10 +335,11 @@ def _even_rows(planner: Planner, spec: Spec) -> float:
     return sizes["length"] * sizes["batch"] * sizes["rows"] / planner.mesh.count_ranks(planner.layout(spec)["rows"])
 
 
-def _even_collectives(plan: Plan, planned: PlannedOperation) -> list[Collective]:
-    """Return a planned operation's collectives with the rows of experts that a step's work counts, an even share."""
-    planner, o, collectives = plan.planner, planned.operation, planned.collectives
-    return [replace(c, elements=int(c.elements * even_sent_share(planner, o, c))) if c.rows else c for c in collectives]
+def _even_collectives(plan: Plan, planned: PlannedOperation, by_pair: bool = False) -> list[Collective]:
+    """Return an operation's collectives with an even share of their rows; `by_pair`: argument of `even_sent_share`."""
+    taken = [c for c in planned.collectives if not (by_pair and c.op == "all_to_allv" and c.dtype == "accumulate")]
+    shares = (even_sent_share(plan.planner, planned.operation, c, by_pair) if c.rows else 1.0 for c in taken)
+    return [replace(c, elements=int(c.elements * share)) for c, share in zip(taken, shares, strict=True)]
 
 
 def even_share_of_planned_rows(planner: Planner, o: Operation) -> float:
@@ -356,13 +358,16 @@ def find_accessed_spec(o: Operation) -> Spec:
     return next(moved, None) or next(t for t in (*o.outputs, *o.inputs) if isinstance(t, Spec))
 
 
-def even_sent_share(planner: Planner, o: Operation, c: Collective) -> float:
-    """Return the share of a collective's elements that a step's work counts, by even routing; 1 of no rows."""
+def even_sent_share(planner: Planner, o: Operation, c: Collective, by_pair: bool = False) -> float:
+    """Return the share of a collective's elements that a step's work counts, by even routing; 1 of no rows; `by_pair`:
+    more than all, as of each token a row goes to each of its experts, and not once to each of their ranks."""
     if c.op != "all_to_allv":
         return even_share_of_planned_rows(planner, o) if c.rows else 1.0
     if not OPERATIONS[o.kind].moves_rows:  # lent experts, which are as many as planned
         return 1.0
-    return _even_rows(planner, next(_iterate_row_specs(o))) / c.rows  # of a rank's tokens, whose rows others may share
+    spec, experts = next(_iterate_row_specs(o)), planner.sizes["experts"]  # of a rank's tokens, each once to each rank
+    here = experts // planner.mesh.count_ranks(planner.row_expert_axes(spec)["experts"])
+    return _even_rows(planner, spec) / c.rows * (1 if by_pair else share_of_copies(experts, here, o["chosen"]))
 
 
 def _operation_work(
@@ -373,15 +378,17 @@ def _operation_work(
     operation = planned.operation
     if planned.groups:
         return _product_work(plan, planned, rebuilds, chunks)
-    moved = _even_collectives(plan, planned)
-    sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     op, size = OPERATIONS[operation.kind], plan.itemsize["compute"]
+    foreign = op.moves_rows and (system.rows_by_node or system.rows_by_pair)
+    moved = _even_collectives(plan, planned, foreign)
+    sides = {phase: tuple(c for c in moved if c.phase == phase) for phase in ("forward", "backward")}
     if op.chooses_kernel:
         return _attention_work(plan, operation, sides, system.sink_accesses if operation.parameters else 0.0)
-    in_order = op.moves_rows and system.rows_by_node  # by the exchange itself
-    forward, backward = op.accesses_of_both_passes(operation, {} if in_order else plan.operations)
+    forward, backward = op.accesses_of_both_passes(operation, {} if foreign else plan.operations)
+    # by the exchange itself, if it is by node
+    ordered = SORTED * (op.moves_rows and system.rows_by_pair and any(c.op == "all_to_allv" for c in moved))
     count = block_elements(plan, find_accessed_spec(operation)) * size
-    accesses = {"forward": forward, "backward": backward}
+    accesses = {"forward": forward + ordered, "backward": backward + ordered}
     flops = op.count_block_flops(plan.planner, operation)
     fused = {"forward": flops, "backward": FUSED_BACKWARD * flops}
     parts = (Part((), fused[phase], count * n, int(n > 0), sides[phase]) for phase, n in accesses.items())

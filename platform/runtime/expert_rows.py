@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.plan.model_types import Router
+from platform.plan.operations.experts import sends_copies
 from platform.plan.scheme import Lent
 from platform.runtime.communicator import Communicator
 from platform.runtime.statistics import can_accumulate, compute_and_add_gradient, widen_dtype
@@ -69,7 +71,7 @@ def products_of_rows(rows: Tensor, indices: Tensor, sum_gradient: Tensor) -> Ten
 
 def _select_rows(rows: Tensor, indices: Tensor) -> Tensor:
     """Return the rows [n, d] at the indices `indices`, as a tensor [*at, d]."""
-    return rows.index_select(0, indices.flatten()).view(*indices.shape, -1)
+    return rows.index_select(0, indices.flatten()).view(*indices.shape, rows.shape[-1])
 
 
 EMPTY = -1  # in place of the number of an expert, in a seat without one
@@ -108,6 +110,9 @@ class ExpertSeats(NamedTuple):
         return [[seat for seat in seats if seat in own_seats] or seats for seats in expert_seats]
 
 
+Sizes = Sequence[list[int]]  # numbers of rows, by rank and expert
+
+
 class Counts(NamedTuple):
     """Rows of a pass on a rank: how many, and of which tokens.
 
@@ -115,7 +120,8 @@ class Counts(NamedTuple):
     to and from each rank of the group along `axes`; `given`: rows for each expert of `ExpertSeats.experts_by_seat`. Of
     the rows that this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each
     token's place, -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each
-    is, None if they lie expert by expert."""
+    is, None if they lie expert by expert. With `copies`, rows are of tokens that came
+    here, `sent` counts the copies that left, and nothing else is exchanged."""
 
     axes: tuple[str, ...]
     each: Sequence[int]
@@ -128,6 +134,7 @@ class Counts(NamedTuple):
     which: Tensor
     order: Tensor | None
     back: Tensor | None
+    copies: Copies | None = None
 
     @property
     def row_tokens(self) -> Tensor:
@@ -135,6 +142,21 @@ class Counts(NamedTuple):
         return self.pair.div(self.lies.shape[1], rounding_mode="floor")
 
 
+class Copies(NamedTuple):
+    """Copies of tokens, one for each rank with experts of them (DeepEP's dispatch), before each rank makes its rows.
+
+    `ranks`: the copies as rows, ranks in place of experts. `weights` [received copies, 1, seats]: of each that came
+    here, the weights in this rank's seats, 0 where it has no row. `blocks`: which of all tokens' weights, one for each
+    rank, go with the copies sent; and `which` experts of a token have `taken` which seats, [tokens, chosen]."""
+
+    ranks: Counts
+    weights: Tensor
+    blocks: Tensor
+    which: Tensor
+    taken: Tensor
+
+
+@torch.no_grad()
 def count_rows(communicator: Communicator, weights: Tensor, seats: ExpertSeats, max_experts_per_token: int) -> Counts:
     """Count the rows of tokens with `weights` [length, batch, experts] of their experts, at most
     `max_experts_per_token`, where a weight is not 0, for the experts of `seats`. Ranks exchange the numbers of rows
@@ -142,31 +164,71 @@ def count_rows(communicator: Communicator, weights: Tensor, seats: ExpertSeats, 
     goes, device = weights.flatten(0, 1) != 0, weights.device
     experts, n, each = goes.shape[1], len(seats.first), seats.each + seats.more
     seats_of_expert, seat_counts = _serving_seats(seats, experts, device)
-    # the experts of a token in their order, so that what they make is added in it
-    order, which = (goes * torch.arange(experts, 0, -1, device=device)).topk(min(max_experts_per_token, experts), -1)
+    which, chosen = _list_chosen(goes, max_experts_per_token)
     if seats.lent:  # the rows of an expert go to each of its seats in turn
         turn = ((goes.cumsum(0) - 1).gather(-1, which) + seats.own) % seat_counts[which]
         taken = seats_of_expert[which, turn]
     else:
         taken = seats_of_expert[which, 0]
-    taken = taken.masked_fill_(order == 0, n * each).flatten()
-    _, pair = taken.sort(stable=True)
-    counts = torch.zeros(n * each + 1, dtype=torch.int64, device=device).index_add_(0, taken, torch.ones_like(taken))
-    sent_counts = received_counts = counts[:-1].view(n, each)
-    if seats.axes:
-        received_counts = communicator.launch("all_to_all", sent_counts, seats.axes, name="rows of experts").wait()
-    numbers = [int(number) for number in communicator.read_numbers(torch.cat([sent_counts, received_counts]).flatten())]
-    sent, received = ([numbers[i : i + each] for i in range(at, at + n * each, each)] for at in (0, n * each))
-    rows, received_rows = sum(numbers[: n * each]), sum(numbers[n * each :])
+    taken = taken.masked_fill_(chosen == experts, n * each)
+    counts = torch.zeros(n * each + 1, dtype=torch.int64, device=device)
+    counts = counts.index_add_(0, taken.flatten(), torch.ones_like(taken).flatten())[:-1].view(n, each)
+    if not sends_copies(seats.axes, each, max_experts_per_token):
+        return _place_rows(seats.axes, which, taken, _exchange_counts(communicator, counts, seats.axes))
+    by_seat = _weights_by_seat(weights, which, taken, n, each)
+    is_sent = (by_seat != 0).any(-1).view(-1, n)
+    counts = torch.cat([counts, is_sent.sum(0).unsqueeze(1)], 1)
+    received_counts, *sizes = _exchange_counts(communicator, counts, seats.axes)
+    sent, received = ([row[each:] for row in of_ranks] for of_ranks in sizes)
+    copies = received_counts[:, each:], sent, received
+    ranks = _place_rows(seats.axes, *_list_chosen(is_sent, max_experts_per_token), copies)
+    blocks = ranks.row_tokens * n + ranks.which.flatten().index_select(0, ranks.pair)
+    came = _send_rows_to_experts(communicator, by_seat.index_select(0, blocks), ranks)
+    sent, received = ([row[:each] for row in of_ranks] for of_ranks in sizes)
+    here, counts_here = [list(map(sum, zip(*received, strict=True)))], received_counts[:, :each].sum(0, keepdim=True)
+    local = _place_rows((), *_list_chosen(came != 0, max_experts_per_token), (counts_here, here, here))
+    more = Copies(ranks, came.unsqueeze(1), blocks, which, taken)
+    return local._replace(sent=ranks.sent, given=[*chain(*sent)], copies=more)
+
+
+def _list_chosen(goes: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the experts or ranks, at most `most`, of tokens by `goes` [tokens, n]; again, n where there is none."""
+    # in their order, so that what they make is added in it
+    order, which = (goes * torch.arange(goes.shape[1], 0, -1, device=goes.device)).topk(min(most, goes.shape[1]), -1)
+    return which, which.masked_fill(order == 0, goes.shape[1])
+
+
+def _weights_by_seat(weights: Tensor, which: Tensor, taken: Tensor, n: int, each: int) -> Tensor:
+    """Return the weights [tokens * n, each] of each token in the seats of each rank, of its experts that have them."""
+    by_seat = weights.new_zeros(len(taken), n * each + 1).scatter(1, taken, weights.flatten(0, 1).gather(1, which))
+    return by_seat[:, :-1].reshape(-1, each)
+
+
+def _exchange_counts(communicator: Communicator, counts: Tensor, axes: Sequence[str]) -> tuple[Tensor, Sizes, Sizes]:
+    """Exchange numbers of rows [ranks, kinds] along `axes`; return the received ones, and both as read: sent first."""
+    received = counts
+    if axes:
+        received = communicator.launch("all_to_all", counts, axes, name="rows of experts").wait()
+    numbers = iter(map(int, communicator.read_numbers(torch.cat([counts, received]).flatten())))
+    sent_sizes, received_sizes = ([[*islice(numbers, counts.shape[1])] for _ in counts] for _ in range(2))
+    return received, sent_sizes, received_sizes
+
+
+def _place_rows(axes: tuple[str, ...], which: Tensor, taken: Tensor, numbers: tuple[Tensor, Sizes, Sizes]) -> Counts:
+    """Return where rows lie of tokens whose experts `which` have the seats `taken` [tokens, chosen], of all ranks along
+    `axes`. `numbers`: the result of `_exchange_counts`."""
+    received_counts, sent, received = numbers
+    (n, each), rows, received_rows = received_counts.shape, sum(map(sum, sent)), sum(map(sum, received))
+    _, pair = taken.flatten().sort(stable=True)
     mixed = min(n, each) > 1
-    lies = torch.empty_like(pair).scatter_(0, pair, torch.arange(pair.numel(), device=device))
+    lies = torch.empty_like(pair).scatter_(0, pair, torch.arange(pair.numel(), device=pair.device))
     return Counts(
-        seats.axes,
+        axes,
         [sum(of_ranks) for of_ranks in zip(*received, strict=True)],
         received_counts.sum(0).cumsum(0).to(torch.int32),
         list(map(sum, sent)),
         list(map(sum, received)),
-        numbers[: n * each],
+        [*chain(*sent)],
         pair[:rows].clone(),
         lies.masked_fill_(lies >= rows, -1).view(which.shape),
         which,
@@ -225,26 +287,51 @@ def _rows_or_zeros(rows: Tensor) -> Tensor:
     return rows if len(rows) else rows.new_zeros(1, rows.shape[1])
 
 
-class _Dispatch(torch.autograd.Function):
-    """Autograd function of `dispatch_rows`."""
+def _copy_rows(communicator: Communicator, counts: Counts, x: Tensor) -> Tensor:
+    """Return the rows that the tokens x [length, batch, d] of all ranks have here."""
+    return _send_rows_to_experts(communicator, x.flatten(0, -2).index_select(0, counts.row_tokens), counts)
+
+
+def _add_rows(communicator: Communicator, counts: Counts, rows: Tensor) -> Tensor:
+    """Return the sum [tokens, d] of each token's rows on all ranks, the adjoint of `_copy_rows`."""
+    rows, lies = _send_rows_back(communicator, rows.contiguous(), counts), counts.lies
+    return sum_weighted_rows(_rows_or_zeros(rows), lies, (lies >= 0).to(rows.dtype))
+
+
+class _Move(torch.autograd.Function):
+    """Autograd function that copies rows, or adds them up if it `adds`; each is the adjoint of the other."""
 
     @staticmethod
-    def forward(ctx, x, communicator, counts):
-        """Return the rows of this rank's experts."""
-        ctx.communicator, ctx.counts, ctx.shape = communicator, counts, x.shape
-        return _send_rows_to_experts(communicator, x.flatten(0, 1).index_select(0, counts.row_tokens), counts)
+    def forward(ctx, x, communicator, counts, adds):
+        """Return the rows that came here, or the sums of rows that came back."""
+        ctx.shape, ctx.adjoint = x.shape, partial(_copy_rows if adds else _add_rows, communicator, counts)
+        return (_add_rows if adds else _copy_rows)(communicator, counts, x)
 
     @staticmethod
     def backward(ctx, gradient):
-        """Return the sum of a token's gradients from all its rows."""
-        rows = _send_rows_back(ctx.communicator, gradient.contiguous(), ctx.counts)
-        lies = ctx.counts.lies
-        return sum_weighted_rows(_rows_or_zeros(rows), lies, (lies >= 0).to(rows.dtype)).view(ctx.shape), None, None
+        """Return the gradient of each rank's sum, or the sum of a token's gradients from all its rows."""
+        return ctx.adjoint(gradient).view(ctx.shape), None, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """Autograd function of the weights that came with the copies of tokens, whose gradients go back."""
+
+    @staticmethod
+    def forward(ctx, sent_weights, communicator, copies):
+        """Return the weights [copies, 1, seats] that came here."""
+        ctx.send_back = partial(_send_rows_back, communicator, counts=copies.ranks)
+        return copies.weights.view_as(copies.weights)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Return the gradients of the weights that were sent."""
+        return ctx.send_back(gradient.flatten(0, 1).contiguous()), None, None
 
 
 def dispatch_rows(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:
     """Return the tokens x [length, batch, d] as rows of this rank's experts [rows, d], expert after expert."""
-    return _Dispatch.apply(x, communicator, counts)
+    x = _Move.apply(x, communicator, counts.copies.ranks, False) if counts.copies else x
+    return _Move.apply(x, communicator, counts, False)
 
 
 class _Combine(torch.autograd.Function):
@@ -257,7 +344,8 @@ class _Combine(torch.autograd.Function):
         ctx.communicator, ctx.counts = communicator, counts
         ctx.save_for_backward(rows, weights)
         by_place = widen_dtype(weights.flatten(0, 1).gather(-1, counts.which)).masked_fill_(counts.lies < 0, 0)
-        return sum_weighted_rows(_rows_or_zeros(rows), counts.lies, by_place).view(*weights.shape[:2], -1)
+        sums = sum_weighted_rows(_rows_or_zeros(rows), counts.lies, by_place)
+        return sums.view(*weights.shape[:2], y.shape[1])
 
     @staticmethod
     def backward(ctx, gradient):
@@ -274,7 +362,12 @@ class _Combine(torch.autograd.Function):
 
 def combine_rows(communicator: Communicator, y: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """Return the sum [length, batch, d] of each token's rows in y [rows, d], times their `weights`."""
-    return _Combine.apply(y, weights, communicator, counts)
+    if not (copies := counts.copies):
+        return _Combine.apply(y, weights, communicator, counts)
+    n, each = len(copies.ranks.sent), copies.weights.shape[-1]
+    sent_weights = _weights_by_seat(weights, copies.which, copies.taken, n, each).index_select(0, copies.blocks)
+    sums = _Combine.apply(y, _Weights.apply(sent_weights, communicator, copies), communicator, counts).flatten(0, 1)
+    return _Move.apply(sums, communicator, copies.ranks, True).view(*weights.shape[:2], y.shape[1])
 
 
 # Experts on local blocks: which compute a token, in which of their slots it lies, and the sum of what they make of it.

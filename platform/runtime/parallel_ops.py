@@ -74,6 +74,13 @@ def _find_input(name: str, use: tuple[str, str], p: PassPosition) -> Tensor:
     return p.inputs[name][use]
 
 
+class SentRows(NamedTuple):
+    """Rows of a rank's tokens in a pass: at each expert, and sent to each rank of the exchange."""
+
+    by_expert: Sequence[int]
+    by_rank: Sequence[int]
+
+
 class ParallelOps(Ops):
     """Executes a plan's operations on the rank of `communicator`: their common parts are here, each one's forward pass
     is its `run`. `tensors`: parameter name -> local block.
@@ -117,7 +124,7 @@ class ParallelOps(Ops):
         # the device, whose memory stays
         self.routed: dict[str, Tensor] = {}
         # by layer, the rows of each expert that passes have sent: kept where it is {} at first
-        self.routing: dict[str, list[Sequence[int]]] | None = None
+        self.routing: dict[str, list[SentRows]] | None = None
         self.angles: dict[tuple, tuple[Tensor, Tensor]] = {}  # of rotations, alike in all layers and steps
         self._widths: dict[tuple[Spec, int], list[int]] = {}
         self._counters: dict[Spec, list[Tensor]] = {}  # of the dropout masks of activations
@@ -280,13 +287,13 @@ class ParallelOps(Ops):
         if first_pass and counts_at(self.communicator.coordinates, axes):
             self.routed[name] = self.routed[name].add_(counts) if name in self.routed else counts.clone()
 
-    def record_sent_rows(self, name: str, rows: Iterable[tuple[int, int]]) -> None:
-        """Record, if `routing` is kept, the `rows` that a pass of layer `name` sends to each expert."""
+    def record_sent_rows(self, name: str, rows: Iterable[tuple[int, int]], copies: Sequence[int]) -> None:
+        """Record, if `routing` is kept, the `rows` at each expert of layer `name`, and the `copies` to each rank."""
         if self.routing is not None and self.position.training and not self.ahead.again:
             every = [0] * self.plan.sizes["experts"]
             for expert, n in rows:
                 every[expert] += n
-            self.routing.setdefault(name, []).append(every)
+            self.routing.setdefault(name, []).append(SentRows(every, copies))
 
     # what operations compute with
 

@@ -16,13 +16,15 @@ from platform.plan.plan import Plan
 from platform.plan.scheme import Lent
 from platform.plan.step_collectives import step_collectives
 from platform.predict.tier_traffic import _count_launches, _iterate_pair_traffic
+from platform.runtime.parallel_ops import SentRows
 
 # Bytes of a training step by its routing: the plan's bytes, but for collectives of experts' rows.
 #
 # Of rows there are as many as tokens chose experts, and no more than the plan says.
 
-# routing[rank][layer][pass][expert]: the rows that a rank's tokens have at an expert; without a rank's other stages
-Routing = Sequence[Mapping[str, Sequence[Sequence[int]]]]
+# routing[rank][layer][pass]: the rows that a rank's tokens have at each expert, and that it sends to each rank of the
+# exchange, one for a token that goes once to each; without a rank's other stages
+Routing = Sequence[Mapping[str, Sequence[SentRows]]]
 
 
 NONE_LENT: Mapping[str, Lent] = MappingProxyType({})
@@ -81,18 +83,19 @@ def _iterate_layer_passes(
     ranks = [r for r in range(mesh.world_size) if mesh.rank_coordinates(r)["stage"] == stage and name in routing[r]]
     seats = {rank: ends.exchange_seats(plan.planner, out_spec, rank) for rank in ranks}
     for number in range(len(routing[ranks[0]][name]) if ranks else 0):
-        rows = {rank: routing[rank][name][number] for rank in ranks}
+        rows = {rank: routing[rank][name][number].by_expert for rank in ranks}
+        by_rank = {rank: routing[rank][name][number].by_rank for rank in ranks}
         local_rows, sent_rows = {}, {}
         for rank, (axes, first, count) in seats.items():
             group, number = mesh.group_of_rank(rank, axes) if axes else (rank,), 0
-            own_index, local_rows[rank], sent_rows[rank] = group.index(rank), 0, 0
+            own_index, local_rows[rank] = group.index(rank), 0
+            sent_rows[rank] = sum(by_rank[rank]) - by_rank[rank][own_index]
             for owner, begin in enumerate(first):
                 for expert in range(begin, begin + count):
                     owners = sorted([owner, *(i for i, experts in enumerate(lent) if number in experts)])
                     for source, member in enumerate(group):
                         deal = dict(zip(owners, deal_rows(rows[member][expert], source, owners), strict=True))
                         local_rows[rank] += deal.get(own_index, 0)
-                        sent_rows[rank] += sum(deal.values()) - deal.get(own_index, 0) if source == own_index else 0
                     number += 1
         yield _Layer(local_rows, sent_rows)
 

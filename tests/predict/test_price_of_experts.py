@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import comb
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from platform.plan.operations.registry import OPERATIONS
 from platform.predict.hardware import Hardware
 from platform.predict.make_plan import make_plan
 from platform.predict.price import group_seconds
-from platform.predict.step_price import read_hardware
+from platform.predict.step_price import build_step_work, read_hardware
+from platform.predict.systems import System
 from platform.runtime import expert_rows
 from platform.runtime.expert_rows import ExpertSeats
 
@@ -45,15 +47,23 @@ class WideAccesses(TorchDispatchMode):
         return isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() > 1 and t.shape[-1] == self.width
 
 
-@pytest.mark.parametrize("chosen", [1, 2, 4])
-def test_accesses_of_rows_are_those_of_the_runtime(chosen):
+LOOPBACK = SimpleNamespace(  # other ranks send to this one what it sends to them
+    read_numbers=lambda numbers: numbers.tolist(),
+    launch=lambda op, x, axes, name: SimpleNamespace(wait=lambda: x),
+    launch_all_to_allv=lambda rows, sent, received, axes, name: SimpleNamespace(wait=lambda: rows),
+)
+
+
+@pytest.mark.parametrize(("chosen", "ranks"), [(1, 1), (2, 1), (4, 1), (2, 4), (4, 2)])
+def test_accesses_of_rows_are_those_of_the_runtime(chosen, ranks):
     """In fp32, where a sum of rows is one operation: what is copied to experts, summed behind them, and back."""
-    tokens, width, experts = 32, 48, 8
+    tokens, width, experts, draw = 4096, 48, 8, torch.Generator().manual_seed(chosen)
     weights = torch.zeros(tokens, 1, experts)
-    weights.flatten(0, 1).scatter_(1, torch.rand(tokens, experts).topk(chosen).indices, 0.5)
+    weights.flatten(0, 1).scatter_(1, torch.rand(tokens, experts, generator=draw).topk(chosen).indices, 0.5)
     x = torch.rand(tokens, 1, width, requires_grad=True)
-    communicator = SimpleNamespace(read_numbers=lambda numbers: numbers.tolist())
-    counts = expert_rows.count_rows(communicator, weights, ExpertSeats((), (0,), experts), chosen)
+    each = experts // ranks
+    seats = ExpertSeats(("expert",) if ranks > 1 else (), tuple(range(0, experts, each)), each)
+    communicator, counts = LOOPBACK, expert_rows.count_rows(LOOPBACK, weights, seats, chosen)  # type: ignore[arg-type]
     weights.requires_grad_()
     with WideAccesses(width) as forward:
         rows = expert_rows.dispatch_rows(communicator, x, counts)
@@ -61,18 +71,20 @@ def test_accesses_of_rows_are_those_of_the_runtime(chosen):
     gradient = torch.ones_like(total)
     with WideAccesses(width) as backward:
         total.backward(gradient)
-    config = compose_config([*MODEL, f"model.experts_per_token={chosen}", "parallel.data=1"])
+    over = [f"parallel.data={ranks}", f"parallel.experts={ranks}"]
+    config = compose_config([*MODEL, f"model.experts_per_token={chosen}", *over])
     plan = make_plan(config)
     planned = [o.operation for (kind, _), o in plan.operations.items() if kind in ("dispatch_rows", "combine_rows")]
     priced = [OPERATIONS[o.kind].accesses_of_both_passes(o, plan.operations) for o in planned[:2]]
     elements = tokens * chosen * width
     for measured, accesses in zip((forward, backward), zip(*priced, strict=True), strict=True):
-        assert measured.count == pytest.approx(elements * sum(accesses))
+        assert measured.count == pytest.approx(elements * sum(accesses), rel=0.01 if ranks > 1 else 1e-6)
 
 
 def test_rows_in_the_order_of_their_experts_are_copied_once_more():
     """Where ranks exchange them, in both passes, to the experts and back; not where the exchange itself does it."""
-    alone, apart = (make_plan(compose_config([*MODEL, "parallel.data=4", f"parallel.experts={n}"])) for n in (1, 4))
+    one_each = [*MODEL, "model.experts=4", "parallel.data=4"]
+    alone, apart = (make_plan(compose_config([*one_each, f"parallel.experts={n}"])) for n in (1, 4))
     for kind in ("dispatch_rows", "combine_rows"):
         [one, other] = (next(o for (k, _), o in plan.operations.items() if k == kind) for plan in (alone, apart))
         accesses = [
@@ -80,6 +92,28 @@ def test_rows_in_the_order_of_their_experts_are_copied_once_more():
             for o, plan in ((one, alone), (other, apart))
         ]
         assert [more - few for few, more in zip(*accesses, strict=True)] == [2, 2]
+
+
+def test_our_tokens_go_once_to_each_rank():
+    """Those of other systems to each expert, without a message of weights."""
+    config = compose_config([*MODEL, "model.experts_per_token=4", "parallel.data=4", "parallel.experts=4"])
+    work = [build_step_work(config, make_plan(config), system=System(rows_by_pair=pairs)) for pairs in (False, True)]
+    moved = [
+        [
+            c
+            for passes in (*w.forward, *w.backward)
+            for part, _ in passes.parts
+            for c in part.collectives
+            if c.op == "all_to_allv"
+        ]
+        for w in work
+    ]
+    ours, theirs = ([c for c in of_system if c.dtype == "compute"] for of_system in moved)
+    places = 4 * (1 - comb(6, 4) / comb(8, 4))
+    for few, many in zip(ours, theirs, strict=True):
+        assert few.elements == pytest.approx(many.elements * places / 4, rel=1e-3)
+    weights = [c for c in moved[0] if c.dtype != "compute"]
+    assert len(weights) * 2 == len(ours) and theirs == moved[1]
 
 
 def test_messages_of_an_exchange_cross_nodes_at_the_hops_between_nodes():

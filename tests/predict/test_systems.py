@@ -97,12 +97,12 @@ EXPERTS = {"model_experts": "8", "experts_per_token": "2", "experts": "8"}
 def test_tokens_go_to_experts_once_to_each_node_and_rank(run):
     """A node gets a token once, where several of its experts do, and so does a rank of it."""
     split = run(32, 32, "1d_sp,t=4", **EXPERTS)
-    by_node, whole = under(split, rows_by_node=True), under(split)
+    by_node, whole = under(split, rows_by_node=True), under(split, rows_by_pair=True)
     nodes, copies = 4, 2
     share = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
     assert share < by_node.waiting["expert"] / whole.waiting["expert"] < (1 + share) / 2
     alone = run(8, 16, "serial,", **EXPERTS)  # one node, no tensor ranks
-    once, each = under(alone, rows_by_node=True).waiting["expert"], under(alone).waiting["expert"]
+    once, each = (under(alone, **{how: True}).waiting["expert"] for how in ("rows_by_node", "rows_by_pair"))
     assert 8 * (1 - (1 - 1 / 8) ** copies) / copies < once / each < 1, "but for the latency"
     drawn = Random(5)
     places = [{drawn.randrange(8) for _ in range(copies)} for _ in range(9000)]

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from math import prod
+from math import comb, prod
 from typing import Any, NamedTuple
 
 from platform.plan.layout import Layout
 from platform.plan.model_types import Spec, tensor_dtype
 from platform.plan.operation_plan import Collective, PlannedOperation
 from platform.plan.operations.op import (
+    INTEGER,
     BlockOp,
     Gradients,
     MeteredStorage,
@@ -146,14 +147,31 @@ class RowEnds(NamedTuple):
         return (*self.tokens.axes, *self.held)
 
     def row_conversion(self, planner: Planner, spec: Spec, out: Spec, chosen: int) -> Conversion:
-        """Return the conversion of rows of type `out` to their experts' ranks, in the sizes of the worst routing."""
+        """Return the conversion of rows of type `out` to their experts' ranks, each token once to each, in the sizes of
+        the worst routing."""
         length, batch, width = planner.local_shape(spec, self.tokens)
-        experts = planner.sizes["experts"] // planner.mesh.count_ranks(self.held)
-        before = length * batch * min(chosen, experts), width
-        after = planner.local_shape(out, self.layout_of_sent_rows(planner, out))
+        if not self.exchanged:
+            shape = planner.local_shape(out, self.layout_of_sent_rows(planner, out))
+            return Conversion((), (), shape, shape, tensor_dtype(out), True)
+        ranks = planner.mesh.count_ranks(self.exchanged)
+        before, after = (length * batch * min(chosen, ranks), width), (length * batch * ranks, width)
         exchange = RelayoutStep("all_to_allv", planner.mesh.order_axes(self.exchanged), 0, 1, self.tokens.only, after)
-        steps = ((exchange,), (replace(exchange, dim=1, joined=0, shape=before),)) if self.exchanged else ((), ())
-        return Conversion(steps[0], steps[1], before, after, tensor_dtype(out), True)
+        back = replace(exchange, dim=1, joined=0, shape=before)
+        return Conversion((exchange,), (back,), before, after, tensor_dtype(out), True)
+
+    def collectives_of_weights(
+        self, planner: Planner, rows: Conversion, weights: Spec, chosen: int, phase: str
+    ) -> list[Collective]:
+        """Return the collective of weights that go with copies of tokens, or of their gradients; [] if none go."""
+        if not sends_copies(self.exchanged, seats := self.count_seats(planner), chosen):
+            return []
+        [collective] = planner.collectives_of_steps(rows.forward, rows.before, phase, tensor_dtype(weights), True)
+        return [replace(collective, elements=collective.rows * seats)]
+
+    def count_seats(self, planner: Planner) -> int:
+        """Return for how many experts a rank of the exchange can have rows, lent ones among them."""
+        over = (*self.held, *self.exchanged)
+        return planner.sizes["experts"] // planner.mesh.count_ranks(over) + planner.scheme.lent
 
     def layout_of_sent_rows(self, planner: Planner, out: Spec) -> Layout:
         """Return the layout of rows of type `out` at their experts' ranks as they are sent: parts of each."""
@@ -166,12 +184,11 @@ class RowEnds(NamedTuple):
         source, target = self.layout_of_sent_rows(planner, out), planner.layout(out)
         return planner.operand_conversion(out, target, [a for a in target.gradient if a in self.sharing], source=source)
 
-    def collectives_of_row_counts(self, planner: Planner) -> list[Collective]:
+    def collectives_of_row_counts(self, planner: Planner, chosen: int) -> list[Collective]:
         """Return the collective that exchanges numbers of rows before the rows; [] without an exchange."""
-        axes = planner.mesh.order_axes(self.exchanged)
-        seats = planner.scheme.lent * planner.mesh.count_ranks(axes)
-        experts = planner.sizes["experts"] // planner.mesh.count_ranks(self.held) + seats
-        return [Collective("all_to_all", axes, experts, "integers", "forward", self.tokens.only)] if axes else []
+        axes, seats = planner.mesh.order_axes(self.exchanged), self.count_seats(planner)
+        numbers = planner.mesh.count_ranks(axes) * (seats + sends_copies(axes, seats, chosen))
+        return [Collective("all_to_all", axes, numbers, "integers", "forward", self.tokens.only)] if axes else []
 
     def exchange_seats(self, planner: Planner, out: Spec, rank: int) -> tuple[tuple[str, ...], tuple[int, ...], int]:
         """Return the axes of a rank's exchange, the first expert of each rank there, and how many experts each has."""
@@ -179,6 +196,16 @@ class RowEnds(NamedTuple):
         axes, each = mesh.order_axes(self.exchanged), planner.sizes["experts"] // mesh.count_ranks(over)
         group = mesh.group_of_rank(rank, axes) if axes else (rank,)
         return axes, tuple(mesh.index_in_group(mesh.rank_coordinates(member), over) * each for member in group), each
+
+
+def share_of_copies(experts: int, seats: int, chosen: int) -> float:
+    """Return how many ranks with `seats` of `experts` evenly `chosen` ones of a token are on, for each of these."""
+    return experts / seats * (1 - comb(experts - seats, chosen) / comb(experts, chosen)) / chosen
+
+
+def sends_copies(axes: Sequence[str], seats: int, chosen: int) -> bool:
+    """Return True if tokens go once to each rank along `axes`: one may have several of a token's `chosen` experts."""
+    return bool(axes) and min(seats, chosen) > 1
 
 
 def _check_row_types(name: str, spec: Spec, out: Spec) -> None:
@@ -193,8 +220,14 @@ SORTED = 2  # accesses of rows that are put in the order of their experts, from 
 def add_row_accesses(op: Op, operation, operations, forward: int, backward: int) -> tuple[float, float]:
     """Return an operation's accesses of rows by pass; `forward`, `backward`: sums by token that each reads too."""
     planned, each = operations.get((operation.kind, operation.name)), 1 / operation["chosen"]
-    moved = SORTED * any(c.op == "all_to_allv" for c in planned.collectives) if planned else 0
     first, second = op.memory_accesses
+    if planned and (seats := _count_seats_of_copies(planned)):
+        experts = next(c.after[-1] for c in planned.conversions if c.dtype == "accumulate")
+        copies = share_of_copies(experts, seats, operation["chosen"])
+        copied, added = 2 * copies, copies + each  # from tokens, or from copies to their sum
+        more = (added, copied) if forward else (copied, added)
+        return first + forward * copies + more[0], second + backward * copies + more[1]
+    moved = SORTED * any(c.op == "all_to_allv" for c in planned.collectives) if planned else 0
     return first + forward * each + moved, second + backward * each + moved
 
 
@@ -228,8 +261,9 @@ class DispatchRowsOp(Op):
         rows = ends.row_conversion(planner, spec, out, operation["chosen"])
         enter = planner.operand_conversion(spec, ends.tokens, (*ends.compute_axes, *planner.layout(out).gradient))
         conversions = [enter, replace(enter_weights, backward=()), rows, ends.join_conversion(planner, out)]
-        counts = ends.collectives_of_row_counts(planner)
-        return assemble_plan(planner, operation, ends.tokens, conversions, counts, compute_axes=ends.compute_axes)
+        sent = ends.collectives_of_row_counts(planner, operation["chosen"])
+        sent += ends.collectives_of_weights(planner, rows, weights, operation["chosen"], "forward")
+        return assemble_plan(planner, operation, ends.tokens, conversions, sent, compute_axes=ends.compute_axes)
 
     def run_on_blocks(self, ops, name, x, spec, weights, of_weights, out, chosen):
         """Copy this rank's tokens and send them to experts; return the rows of this rank's experts, and counts."""
@@ -243,20 +277,20 @@ class DispatchRowsOp(Op):
         own_place = ops.communicator.group_index(own_seats[0]) if own_seats[0] else 0
         seats = kernel.ExpertSeats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
         counts = kernel.count_rows(ops.communicator, weights, seats, chosen)
-        ops.record_sent_rows(name, zip(seats.experts_by_seat, counts.given, strict=True))
+        ops.record_sent_rows(name, zip(seats.experts_by_seat, counts.given, strict=True), counts.sent)
         return ops.convert_block(kernel.dispatch_rows(ops.communicator, x, counts), join), counts
 
     def meter_memory(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:
         """Count the memory of rows by the worst routing; of their places integers are kept."""
-        enter, weights_conversion, rows, join = ops.operation_plan(self.kind, name).conversions
+        enter, weights_conversion, rows, join = (planned := ops.operation_plan(self.kind, name)).conversions
         x, weights = ops.convert_blocks((x, weights), (enter, weights_conversion))
         if ops.absent(x):
             return x, x
-        sent_elements, received_elements = prod(rows.before), prod(rows.after)
+        sent_elements, local_elements = prod(rows.before), prod(join.before)
         n, tokens = x.elements, prod(enter.after[:2])
-        places = _meter_row_places(ops, rows, tokens, weights.elements // tokens, chosen)
+        places = _meter_row_places(ops, planned, tokens, weights.elements // tokens, chosen)
         expert_rows = ops.tensor(sent_elements)
-        expert_rows = _meter_moved_rows(ops, expert_rows, rows, received_elements)
+        expert_rows = _meter_moved_rows(ops, expert_rows, rows, local_elements)
 
         def meter_backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
             """Count the rows on their way back, and the sum of each token's."""
@@ -301,7 +335,8 @@ class CombineRowsOp(Op):
         summands = replace(ends.tokens, partial=(*ends.held, *parts.partial))
         leave = planner.operand_conversion(out, planner.layout(out), (), source=summands)
         conversions = [planner.operand_conversion(spec, parts, ()), rows, enter_weights, leave]
-        return assemble_plan(planner, operation, ends.tokens, conversions, compute_axes=ends.compute_axes)
+        back = ends.collectives_of_weights(planner, sent, weights, operation["chosen"], "backward")
+        return assemble_plan(planner, operation, ends.tokens, conversions, back, compute_axes=ends.compute_axes)
 
     def run_on_blocks(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         """Send the rows of this rank's experts back, and add up the rows of its tokens."""
@@ -314,27 +349,51 @@ class CombineRowsOp(Op):
 
     def meter_memory(self, ops, name, y, spec, counts, weights, of_weights, out, chosen) -> Value:
         """Count the memory of the weighted sum; rows, as they came back, and weights are kept."""
-        split, rows, weights_conversion, leave = ops.operation_plan(self.kind, name).conversions
+        split, rows, weights_conversion, leave = (planned := ops.operation_plan(self.kind, name)).conversions
         weights = ops.convert_block(weights, weights_conversion)
         if ops.absent(y):
             return ops.convert_block(ops.build_empty_block([y, weights]), leave)
         y = ops.convert_block(y, split)
-        sent_elements, received_elements, by_expert = prod(rows.after), prod(rows.before), weights.elements
-        back = _meter_moved_rows(ops, y, rows, sent_elements)
-        total = ops.tensor(prod(leave.before))
-        n, itemsize = total.elements, ops.plan.itemsize[of_weights.dtype]
-        scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
-        ops.new(scratch, ops.wide)
+        n, sent_elements, received_elements = prod(leave.before), prod(rows.after), prod(rows.before)
+        if not (seats := _count_seats_of_copies(planned)):
+            return ops.convert_block(_meter_weighted_sum(ops, y, weights, rows, n, sent_elements), leave)
+        # weights of copies have their bytes in the places
+        of_copies = Value(MeteredStorage(ops.ledger, 0, rows.before[0] * seats), rows.before[0] * seats)
+        sums = _meter_weighted_sum(ops, y, of_copies, Conversion(), received_elements, y.elements)
+        moved = _meter_moved_rows(ops, sums, rows, sent_elements)
+        total = ops.tensor(n)
+        del moved
 
         def meter_backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
-            """Count the gradients of the weights, and of the rows on their way."""
-            of_weights = ops.new(by_expert, itemsize)
-            ops.new(scratch, ops.wide)
-            row_gradients = ops.tensor(sent_elements)
-            return [_meter_moved_rows(ops, row_gradients, rows, received_elements).storage, of_weights]
+            """Count the gradients of the sums, which go to ranks of experts, and of the weights, which come back."""
+            of_sums = _meter_moved_rows(ops, ops.tensor(sent_elements), rows, received_elements)
+            return [of_sums.storage, ops.new(weights.elements, ops.wide)]
 
-        ops.note_operation([total], [y, weights], (back.storage, weights.storage), meter_backward)
+        ops.note_operation([total], [sums, weights], (weights.storage,), meter_backward)
         return ops.convert_block(total, leave)
+
+
+def _meter_weighted_sum(ops, y: Value, weights: Value, rows: Conversion, n: int, places: int) -> Value:
+    """Count the memory of a sum of `n` elements of rows that come back to `places`; these and the weights are kept."""
+    back, elements = _meter_moved_rows(ops, y, rows, places), y.elements
+    total = ops.tensor(n)
+    scratch = 0 if ops.wide == ops.plan.itemsize["compute"] else 2 * n  # rows of one place, in the wider type
+    ops.new(scratch, ops.wide)
+
+    def meter_backward(gradients: Sequence[Any], _: Any) -> Sequence[Any]:
+        """Count the gradients of the weights, and of the rows on their way."""
+        of_weights = ops.new(weights.elements, ops.wide)
+        ops.new(scratch, ops.wide)
+        return [_meter_moved_rows(ops, ops.tensor(places), rows, elements).storage, of_weights]
+
+    ops.note_operation([total], [y, weights], (back.storage, weights.storage), meter_backward)
+    return total
+
+
+def _count_seats_of_copies(planned: PlannedOperation) -> int:
+    """Return in how many seats the copies of tokens that a planned operation sends have weights; 0 if it sends none."""
+    weights = (c for c in planned.collectives if c.op == "all_to_allv" and c.dtype == "accumulate")
+    return next((c.elements // c.rows for c in weights), 0)
 
 
 def _meter_moved_rows(ops, rows, conversion: Conversion, elements: int):
@@ -347,12 +406,18 @@ def _meter_moved_rows(ops, rows, conversion: Conversion, elements: int):
     return ordered
 
 
-def _meter_row_places(ops, rows: Conversion, tokens: int, experts: int, chosen: int):
-    """Count the integers that say which rows are of which tokens, and where each token's lie."""
+def _meter_row_places(ops, planned: PlannedOperation, tokens: int, experts: int, chosen: int):
+    """Count the integers that say which rows are of which tokens, and where each token's lie; and weights of copies."""
+    _, _, rows, join = planned.conversions
     ops.integers(tokens * (experts + 6 * chosen))  # while they are sorted
     if ops.plan.scheme.lent:
         ops.integers(tokens * (2 * experts + 8 * chosen))
-    return ops.integers(2 * tokens * chosen + rows.before[0] + (2 * rows.after[0] if rows.forward else 0))
+    sent, received = rows.before[0], rows.after[0]
+    if not (seats := _count_seats_of_copies(planned)):
+        return ops.integers(2 * tokens * chosen + sent + (2 * received if rows.forward else 0))
+    ops.integers(received * (seats + 6 * min(chosen, seats)))
+    places = 2 * tokens * chosen + 4 * sent + 2 * received * min(chosen, seats) + join.before[0]
+    return ops.integers(places * INTEGER + received * seats * ops.wide, 1)
 
 
 PLACES = ("experts", "batch", "slots")

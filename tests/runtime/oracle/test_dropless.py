@@ -12,6 +12,7 @@ from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
 from platform.runtime import expert_rows, products
+from platform.runtime.parallel_ops import SentRows
 from platform.runtime.products import build_grouped_einsum
 from tests.harness.oracle import MODELS, compare, compute, configure, counted, examine, prove, run, with_operations
 from tests.harness.replayed_bytes import replay_traffic
@@ -87,8 +88,68 @@ def test_a_token_of_weight_zero_is_not_sent(monkeypatch):
     c = configured(**PLANS["two ranks"])
     plan, results = run(c)
     compare(c, plan, results, run(configured())[1][0])
-    sent = sum(sum(one) for r in results for passes in r.routing.values() for one in passes)
+    sent = sum(sum(one.by_expert) for r in results for passes in r.routing.values() for one in passes)
     assert sent == 2 * 16 * 10 * 2  # layers x sequences x tokens that are sent x experts
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "two ranks": {"data": 2, "experts_of": 2},
+    "four ranks, 1d_sp": {"data": 4, "experts_of": 4, "tensor": "1d_sp", "axes": {"t": 2}},
+    "two of four, 2d, full": {
+        "data": 4, "experts_of": 2, "tensor": "2d", "axes": {"r": 1, "c": 2}, "recompute": "full"
+    },
+}  # fmt: skip
+OF_MANY = {"experts": 16, "experts_per_token": 5}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_token_goes_once_to_each_rank(name, monkeypatch):
+    """As many copies as ranks have experts of it, by its weights alone."""
+    seen, whole = list[bool](), expert_rows.count_rows
+
+    def count(communicator, weights, seats, chosen):
+        counts = whole(communicator, weights, seats, chosen)
+        chosen_by = [{e // seats.each for e, w in enumerate(token) if w} for token in weights.flatten(0, 1).tolist()]
+        ranks = range(len(seats.first))
+        copies = [sum(rank in one for one in chosen_by) for rank in ranks]
+        seen.append(not seats.axes or copies == list(counts.sent))
+        return counts
+
+    monkeypatch.setattr(expert_rows, "count_rows", count)
+    plan, results = prove(configured(**MANY[name], **OF_MANY))
+    assert find_unsoundness(plan) == [] and seen and all(seen)
+    assert any(sum(one.by_rank) < sum(one.by_expert) for r in results for one in r.routing["layers.0.mlp"])
+
+
+def test_a_token_whose_experts_are_on_one_rank_is_sent_once(monkeypatch):
+    """Each token of the other rank in four rows, in both passes there and back, and its weights of both seats twice."""
+    c = configured(**PLANS["two ranks"])
+    to_the_first(monkeypatch, 4, 2)
+    _, results = run(c)
+    rows, weights = 4 * c.model.d_model, 2 * 2
+    assert counted(results)["all_to_allv/expert"] == c.model.layers * 8 * 16 * (rows + weights) * 8
+
+
+CONTROLS = {
+    "weights of another token's copy": lambda copies: {"weights": copies.weights.flip(0)},
+    "a sum without a copy": lambda copies: {
+        "ranks": copies.ranks._replace(lies=copies.ranks.lies.index_fill(1, torch.tensor(1), -1))
+    },
+    "copies of other tokens": lambda copies: {"ranks": copies.ranks._replace(pair=copies.ranks.pair.flip(0))},
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_negative_control_copies(name, monkeypatch):
+    def count(*arguments):
+        counts = whole(*arguments)
+        return counts._replace(copies=counts.copies._replace(**CONTROLS[name](counts.copies)))
+
+    alone, whole, c = run(configured())[1][0], expert_rows.count_rows, configured(**PLANS["two ranks"])
+    monkeypatch.setattr(expert_rows, "count_rows", count)
+    plan, results = run(c)
+    with pytest.raises(AssertionError, match="gradient"):
+        compare(c, plan, results, alone)
 
 
 def test_negative_control_sizes_of_another_routing(monkeypatch):
@@ -96,7 +157,8 @@ def test_negative_control_sizes_of_another_routing(monkeypatch):
 
     def count(*arguments):
         found = whole(*arguments)
-        return found._replace(received=found.sent)
+        ranks = found.copies.ranks
+        return found._replace(copies=found.copies._replace(ranks=ranks._replace(received=ranks.sent)))
 
     whole = expert_rows.count_rows
     monkeypatch.setattr(expert_rows, "count_rows", count)
@@ -109,7 +171,10 @@ def test_negative_control_bytes_of_another_routing():
     c = configured(**PLANS["two ranks"])
     plan, results = prove(c)
     found = [r.routing for r in results]
-    other = [{name: [one[::-1] for one in passes] for name, passes in of_rank.items()} for of_rank in found]
+    other = [
+        {name: [SentRows(*(numbers[::-1] for numbers in one)) for one in passes] for name, passes in of_rank.items()}
+        for of_rank in found
+    ]
     assert replay_traffic(plan, found) == counted(results) != replay_traffic(plan, other)
     assert {key: n for key, n in replay_traffic(plan, other).items() if "allv" not in key}.items() <= communication(
         plan
