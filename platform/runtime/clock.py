@@ -14,6 +14,7 @@ import torch
 
 from platform.runtime.progress import PROGRESS, SYNCHRONIZE, DevicePlace
 
+WAITING = "exposed_comm"  # section in which a rank waits for a collective
 ClockSpan = tuple[str, float, float]  # section, its start and end: seconds since the first mark after the last reading
 
 
@@ -129,6 +130,23 @@ class SectionClock:
             self._sections.append((name, begin, self.record_mark()))
             self._open.pop()
             PROGRESS.enter_section(*before)
+
+    @property
+    def is_followed(self) -> bool:
+        """Return True if each section and collective is looked at by itself, when it begins."""
+        return bool(self.detailed or self.entered or self.ranges)
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Return the stream whose events are this clock's times; None if these are the host's."""
+        return torch.cuda.current_stream() if self._cuda else None
+
+    def note_waits(self, waits: Sequence[tuple[Any, Any, str]]) -> None:
+        """Note waits for collectives since the last mark, in order: the begin and end of each, and along which axes."""
+        marks, outer = self._reading.marks, self._open[-1] if self._open else ("", False, "")
+        for begin, end, along in waits:
+            self._sections.append((WAITING, len(marks), len(marks) + 1))
+            marks += (*outer, begin), (WAITING, True, along, end)
 
     def begin_span(self, name: str) -> None:
         """Note that the model's span under way, if any, ends here and the one called `name` begins; "" for none."""

@@ -33,36 +33,36 @@ from platform.plan.layout import Mesh, Parts
 from platform.plan.operation_plan import TRAFFIC, collective_label
 from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, RelayoutStep
 from platform.plan.scheme import Lent
-from platform.runtime.clock import Flight, SectionClock
+from platform.runtime.clock import WAITING, Flight, SectionClock
 
 
 def prepare_buffers(
     op: str, x: Tensor, group_size: int, dim: int, joined: int, is_root: bool, owned: bool, into: Tensor | None = None
-) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Prepare the collective `op` of `group_size` ranks on `x` (parameters as in `Communicator.launch`; `is_root`: this
-    rank is the root): return the contiguous buffer that the transport reads, the one that it fills, and a function that
-    returns the result from the latter with its dims in place."""
+    rank is the root): return the contiguous buffer that the transport reads, the one that it fills, and a function of
+    the latter that returns the result, with its dims in place."""
 
-    def join_parts(at: int) -> Tensor:
+    def join_parts(out: Tensor, at: int) -> Tensor:
         """Return the gathered parts `out` [ranks, ...] as one tensor, joined along the dim at position `at`."""
         return out.movedim(0, at).flatten(at, at + 1)
 
     if op in ("all_gather", "gather"):
         input_buffer, receives = x.contiguous(), op == "all_gather" or is_root
         out = input_buffer.new_empty((group_size, *input_buffer.shape) if receives else 0) if into is None else into
-        return input_buffer, out, lambda: join_parts(dim) if receives else out
+        return input_buffer, out, lambda out: join_parts(out, dim) if receives else out
     if op in ("reduce_scatter", "all_to_all") or (op == "scatter" and is_root):
         input_buffer = x.unflatten(dim, (group_size, x.shape[dim] // group_size)).movedim(dim, 0).contiguous()
         out = input_buffer.new_empty(input_buffer.shape if op == "all_to_all" else input_buffer.shape[1:])
         # in one piece: of dims of one index the join alone is a view with gaps, which each product would copy anew
-        return input_buffer, out, lambda: join_parts(joined).contiguous() if op == "all_to_all" else out
+        return input_buffer, out, lambda out: join_parts(out, joined).contiguous() if op == "all_to_all" else out
     if op in ("broadcast", "scatter", "rotate"):
         input_buffer = x.contiguous()
         out = torch.empty_like(input_buffer) if op == "rotate" else input_buffer
-        return input_buffer, out, lambda: out
+        return input_buffer, out, lambda out: out
     assert op in ("all_reduce", "reduce"), op
     out = x.contiguous() if owned else x.detach().clone(memory_format=torch.contiguous_format)
-    return out, out, lambda: out if op == "all_reduce" or is_root else out.new_empty(0)
+    return out, out, lambda out: out if op == "all_reduce" or is_root else out.new_empty(0)
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class UnevenBlocks:
             x = _pad_zeros(x, self.dim, self.parts.room)
         return _pad_zeros(x, self.joined, self.joined_parts.room) if exchanges and self.joined_parts else x
 
-    def remove_room(self, finish: Callable[[], Tensor]) -> Tensor:
-        """Return what `finish` returns, the collective's result, without the room that its blocks do not fill."""
-        x = finish()
+    def remove_room(self, finish: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
+        """Return what `finish` makes of `out`, the collective's result, without the room that blocks do not fill."""
+        x = finish(out)
         if self.parts and self.op in SPLIT:
             x = x.narrow(self.dim, 0, self.parts.extents[self.index]).contiguous()
         if self.op == "all_to_all":
@@ -220,6 +220,17 @@ class Launched(NamedTuple):
     number: int = 0
 
 
+class BoundCollective(NamedTuple):
+    """Collective of a compiled block, bound to a rank's groups: the log's `entry`, the last arguments of its start, the
+    `shape` of its result (None: a copy of its input), the `bytes` it moves, and under what this rank counts them."""
+
+    entry: Launch
+    how: tuple[tuple[str, ...], tuple[int, ...], str, int]
+    shape: list[int] | None
+    bytes: int
+    label: str
+
+
 class LaunchCounts(NamedTuple):
     """Counters of a communicator over some launches: see `moved`, `launched` and `log` there."""
 
@@ -242,7 +253,7 @@ class CollectiveHandle:
         clock: SectionClock,
         wait: Callable[[], Any],
         finish: Callable[[], Tensor],
-        section: str = "exposed_comm",
+        section: str = WAITING,
         flight: Flight | None = None,
         along: str = "",
         what: Launched | None = None,
@@ -281,6 +292,7 @@ class Communicator(ABC):
         self._routes: dict[tuple[str, ...], _Route] = {}  # by operation and axes
         self.log: list[Launch] | None = None
         self.lent: dict[str, Lent] = {}
+        self.bound: dict[str, list[tuple[int, BoundCollective | None]]] = {}  # by the steps of a compiled block's turn
         # what launches collectives instead, while a block is traced
         self.traced_launch: Callable[..., ArrivedCollective] | None = None
         self._aborting, self._aborted = threading.Lock(), False
@@ -339,7 +351,29 @@ class Communicator(ABC):
         if parts or joined_parts:
             finish = partial(uneven.remove_room, finish)
         start = partial(self._start_collective, op, input_buffer, out, axes, group, reduce, root)
-        return self._issue_collective(what, start, input_buffer, finish)
+        return self._issue_collective(what, start, input_buffer, partial(finish, out))
+
+    def bind_collective(
+        self,
+        op: str,
+        axes: Sequence[str],
+        reduce: str,
+        root: int,
+        elements: int,
+        itemsize: int,
+        shape: list[int] | None,
+    ) -> BoundCollective:
+        """Return the collective `op` of so many elements along `axes` as a compiled block launches it again and again:
+        its result has this `shape`, or is written over a copy of its input (None)."""
+        axes, group, label = self._find_route(op, axes)
+        moved = TRAFFIC[op](len(group), elements) * itemsize
+        how, entry = (axes, group, reduce, root), Launch(op, axes, group, elements)
+        return BoundCollective(entry, how, shape, moved, label if self.rank == group[0] else "")
+
+    def issue_bound(self, collective: BoundCollective, what: Launched, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        """Start a bound collective from the buffer x into `out`, as the clock follows each; return what waits."""
+        start = partial(self._start_collective, what.op, x, out, *collective.how)
+        return self._issue_collective(what, start, x, lambda: out).wait
 
     def _count_launch(self, op: str, axes: Sequence[str], elements: int, itemsize: int, name: str = "") -> Launched:
         """Count, and log, one collective `op` along `axes` of which a rank's input has so many elements; return it."""

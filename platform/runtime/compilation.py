@@ -16,9 +16,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fcntl import LOCK_EX, flock
-from functools import cache, partial, wraps
+from functools import cache, cached_property, partial, wraps
 from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
@@ -41,7 +41,7 @@ from torch.nn.attention import (
 from platform.plan.model_types import AUTO, FLASH_PACKAGES
 from platform.plan.step_collectives import may_compile
 from platform.runtime.progress import PROGRESS
-from platform.runtime.traced_collectives import launch_collectives_of, launches_collectives
+from platform.runtime.traced_collectives import join_turns, launch_collectives_of, launches_collectives
 
 BACKEND = "inductor"
 MOST_GRAPHS = 64  # of one region: shapes, with and without gradients; further ones run eagerly
@@ -58,6 +58,11 @@ class TracedFunction:
     def __call__(self, *tensors: Tensor) -> Any:
         """Compute the traced function of `tensors` on this rank, one operation of torch's graph after another."""
         return self.graph(*tensors)
+
+    @cached_property
+    def in_turns(self) -> TracedFunction:
+        """Return the function as it is compiled: its collectives, if there are any, as they run."""
+        return replace(self, graph=join_turns(self.graph)) if launches_collectives(self.graph) else self
 
 
 @cache

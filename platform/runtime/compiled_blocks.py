@@ -121,7 +121,7 @@ class CompiledBlock:
         if self.communicator is None:
             return region(function)(*tensors)
         with launch_collectives_of(self.communicator):
-            return region(function)(*tensors)
+            return region(function.in_turns)(*tensors)
 
     def _find_destinations(self, of: Sequence[int]) -> Sequence[Destination]:
         """Return where the gradients of the compiled block's tensors at `of` are added, in as few pieces of memory

@@ -173,7 +173,7 @@ class WorkerProgress:
     def __init__(self) -> None:
         """Construct the progress of a worker that is in no call and no section, and whose device has passed no mark."""
         self._call = ""
-        self._now: _Now = ("", False, False, None, monotonic())
+        self.now: _Now = ("", False, False, None, monotonic())
         self._far = 0, 0
         self._device: Callable[[], DevicePlace] | None = None  # set while the main thread waits for its device
         self._passed, self._moved = -1, 0.0  # marks that the device had passed when last looked at, and when
@@ -183,7 +183,7 @@ class WorkerProgress:
 
     def begin_call(self, call: str) -> None:
         """Note for heartbeats that this worker begins the driver's `call`; "" when the call has ended."""
-        self._call, self._now, self._device = call, ("", False, False, None, monotonic()), None
+        self._call, self.now, self._device = call, ("", False, False, None, monotonic()), None
         self._far = 0, 0
         self.restart_call_clock()
         self._thread, self._own, self._looked = get_native_id(), get_ident(), None
@@ -207,8 +207,8 @@ class WorkerProgress:
         other ranks there, for the collective or message `awaited_collective`, if that is given
         (`platform.runtime.communicator.Launched`); `preparing`: it compiles, loads or pins something. Returns the
         arguments of the call of this method that restores the section before."""
-        before = self._now[:4]
-        self._now = (section, waiting, preparing, awaited_collective, monotonic())
+        before = self.now[:4]
+        self.now = (section, waiting, preparing, awaited_collective, monotonic())
         return before
 
     @contextmanager
@@ -234,7 +234,7 @@ class WorkerProgress:
 
     def current_activity(self) -> Activity:
         """Return the call and section of this process now: a heartbeat without measurements."""
-        section, waiting, preparing, awaited, since = self._now
+        section, waiting, preparing, awaited, since = self.now
         seconds = monotonic() - since
         wait = awaited and Wait(awaited.op, awaited.name, list(awaited.axes), awaited.peer, awaited.number)
         done, total = self._far

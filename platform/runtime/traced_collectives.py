@@ -2,40 +2,61 @@
 
 A graph names no communicator: who runs it says whose collectives it launches, so that generations share it; while one
 is traced or compiled, nothing is sent. Each operator reads the result of the one before it, so their order stays.
+Operations of the graph make buffers ready and put results in order. Before it is compiled, launches and waits with
+nothing to compute between them become one operator, since each call costs the host more than what it does.
 `read_again` is for what a backward pass computes again.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from time import monotonic, perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from platform.plan.layout import Parts
-from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, RelayoutStep
-from platform.runtime.communicator import ArrivedCollective, CollectiveHandle, Communicator
+from platform.plan.rule import APPEAR, RelayoutStep
+from platform.runtime.clock import WAITING
+from platform.runtime.communicator import (
+    ArrivedCollective,
+    BoundCollective,
+    Communicator,
+    Launched,
+    UnevenBlocks,
+    prepare_buffers,
+)
+from platform.runtime.progress import PROGRESS
 
 _LIBRARY = torch.library.Library("platform", "FRAGMENT")
-_LIBRARY.define(
-    "launch(Tensor x, Tensor after, int number, str op, str axes, int dim, int joined, str reduce, int root, "
-    "int[] parts, int[] joined_parts) -> Tensor"
-)
+_LIBRARY.define("launch(Tensor x, Tensor after, int number, str what, int[] shape) -> Tensor")
 _LIBRARY.define("wait(Tensor x, Tensor after, int number, int[] shape) -> Tensor")
+_LIBRARY.define("take_turn(Tensor[] xs, Tensor after, str steps) -> Tensor[]")
 _LIBRARY.define("border(Tensor after, Tensor[] before) -> Tensor")
 _LIBRARY.define("operand(Tensor x) -> Tensor")
 _LIBRARY.define("copy_after(Tensor x, Tensor after) -> Tensor")
 
 
 class _Running(threading.local):
-    """Communicator whose collectives this thread's compiled block launches, and those under way, by their number."""
+    """Communicator whose collectives this thread's compiled block launches, whether its clock follows each, and the
+    stream of its times; collectives under way, by number: what waits for each, its result, what it is; waits so far:
+    begin, end, axes."""
 
     communicator: Communicator | None = None
-    handles: dict[int, CollectiveHandle | ArrivedCollective] = {}  # noqa: RUF012  (replaced by each block)
+    is_followed = False
+    stream: torch.cuda.Stream | None = None
+    flights: dict[int, tuple[Callable[[], Any], Tensor, Launched]]
+    waits: list[tuple[Any, Any, str]]
 
 
 _RUNNING = _Running()
@@ -44,35 +65,74 @@ _RUNNING = _Running()
 @contextmanager
 def launch_collectives_of(communicator: Communicator | None) -> Iterator[None]:
     """Launch, within the context, the collectives of compiled graphs in the groups of `communicator`; none if None."""
-    before = _RUNNING.communicator, _RUNNING.handles
-    _RUNNING.communicator, _RUNNING.handles = communicator, {}
+    before, running = _RUNNING.__dict__.copy(), _RUNNING.__dict__
+    running.update(communicator=communicator, flights={}, waits=[])
+    if communicator:
+        running.update(is_followed=communicator.clock.is_followed, stream=communicator.clock.stream)
     try:
         yield
     finally:
-        _RUNNING.communicator, _RUNNING.handles = before
+        if communicator and _RUNNING.waits:
+            communicator.clock.note_waits(_RUNNING.waits)
+        running.clear()
+        running.update(before)
 
 
-def _launch(x, after, number, op, axes, dim, joined, reduce, root, parts, joined_parts):
-    """Launch a collective on x in the running block's groups, as its handle `number`; return a tensor of no content."""
-    if communicator := _RUNNING.communicator:
-        _RUNNING.handles[number] = communicator.launch(
-            op,
-            x.clone() if op in APPEAR else x,  # these write to their input
-            axes.split("+"),
-            dim,
-            joined,
-            reduce=reduce,
-            root=root,
-            parts=_build_block_parts(parts) if parts else None,
-            joined_parts=_build_block_parts(joined_parts) if joined_parts else None,
-        )
+def _launch(x, after, number, what, shape):
+    """Return a tensor of no content, in the place of a launch on x until `join_turns`."""
     return x.new_empty(1, dtype=torch.uint8)
 
 
 def _wait(x, after, number, shape):
-    """Wait for the collective `number` of the running block, which read x; return its result, of this shape."""
+    """Return zeros of the shape of what a collective on x brings, in the place of a wait until `join_turns`."""
     # zeros where nothing is sent: weights of experts by which no token goes beyond their slots
-    return _RUNNING.handles.pop(number).wait().contiguous() if _RUNNING.communicator else x.new_zeros(shape)
+    return x.new_zeros(shape)
+
+
+def _take_turn(xs, after, steps):
+    """Launch the running block's collectives on some of the tensors xs, and wait for those on the others, in the order
+    of `steps`; return the results of the latter, and a tensor of no content."""
+    running, results = _RUNNING, []
+    if (communicator := running.communicator) is None:
+        waits = [(x, step[1]) for x, step in zip(xs, json.loads(steps), strict=True) if len(step) == 2]
+        return [*(x.new_zeros(shape) for x, shape in waits), after.new_empty(1, dtype=torch.uint8)]
+    bound = communicator.bound.get(steps) or communicator.bound.setdefault(steps, _bind_steps(communicator, steps))
+    flights, stream, before = running.flights, running.stream, PROGRESS.now
+    # no function of ours but the transport's is called per collective
+    for x, (number, collective) in zip(xs, bound, strict=True):
+        if collective is None:
+            wait, out, what = flights.pop(number)
+            PROGRESS.now = WAITING, True, False, what, monotonic()
+            begin = perf_counter() if stream is None else stream.record_event(torch.cuda.Event(enable_timing=True))
+            wait()
+            end = perf_counter() if stream is None else stream.record_event(torch.cuda.Event(enable_timing=True))
+            if not running.is_followed:  # whose handles note it themselves
+                running.waits.append((begin, end, "+".join(what.axes)))
+            results.append(out)
+            continue
+        entry, how, shape, moved, label = collective
+        if label:
+            communicator.moved[label] += moved
+        if communicator.log is not None:
+            communicator.log.append(entry)
+        communicator.launched[entry.axes] = count = communicator.launched.get(entry.axes, 0) + 1
+        what = Launched(entry.op, entry.op, entry.axes, moved, -1, count)
+        out = x.clone(memory_format=torch.contiguous_format) if shape is None else x.new_empty(shape)
+        x = out if shape is None else x.contiguous()
+        if running.is_followed:
+            flights[number] = communicator.issue_bound(collective, what, x, out), out, what
+        else:
+            flights[number] = communicator._start_collective(entry.op, x, out, *how), out, what
+    PROGRESS.now = before
+    return [*results, after.new_empty(1, dtype=torch.uint8)]
+
+
+def _bind_steps(communicator: Communicator, steps: str) -> list[tuple[int, BoundCollective | None]]:
+    """Return the number of the collective in each of a turn's steps, bound where it is launched, None where awaited."""
+    return [
+        (number, communicator.bind_collective(*json.loads(more[0])) if len(more) == 2 else None)
+        for number, *more in json.loads(steps)
+    ]
 
 
 def _border(after, before):
@@ -93,6 +153,7 @@ def _operand(x):
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "launch": _launch,
     "wait": _wait,
+    "take_turn": _take_turn,
     "border": _border,
     "copy_after": _copy_after,
     "operand": _operand,
@@ -108,14 +169,72 @@ def read_again(x: Tensor, after: Tensor) -> Tensor:
     return x if get_proxy_mode() is None else torch.ops.platform.copy_after(x, after)
 
 
+_LAUNCH, _WAIT, _TAKE_TURN = (getattr(torch.ops.platform, name).default for name in ("launch", "wait", "take_turn"))
+_COPIES = {getattr(torch.ops.aten, name).default for name in ("clone", "copy", "slice_scatter")}
+_FREE = {operator.getitem, torch.ops.aten.empty.memory_format}  # beside views: no kernel of a device
+
+
 def launches_collectives(graph: GraphModule) -> bool:
     """Return True if a traced graph launches collectives."""
-    return bool(graph.graph.find_nodes(op="call_function", target=torch.ops.platform.launch.default))
+    nodes = graph.graph.find_nodes(op="call_function", target=_LAUNCH)
+    return bool(nodes or graph.graph.find_nodes(op="call_function", target=_TAKE_TURN))
 
 
-def _build_block_parts(room_and_extents: Sequence[int]) -> Parts:
-    """Return the blocks of a dim as `Communicator.launch` takes them, from the room and the extents of each."""
-    return Parts(room_and_extents[0], tuple(room_and_extents[1:]))
+def join_turns(graph: GraphModule) -> GraphModule:
+    """Return a traced graph whose launches and waits run: those with nothing computed between them as one operator."""
+    graph = deepcopy(graph)
+    turn, behind = list[Node](), dict[Node, None]()  # launches and waits; what reads their results
+    is_late = False  # a copy is made between two launches
+
+    def end_turn() -> None:
+        """Replace the launches and waits so far by one operator."""
+        if turn:
+            before_last = itertools.takewhile(partial(operator.is_not, turn[-1]), behind)
+            _replace_turn(graph, turn, [node for node in before_last if node not in turn])
+        turn.clear()
+        behind.clear()
+
+    for node in list(graph.graph.nodes):
+        is_step, copies = node.target in (_LAUNCH, _WAIT), node.target in _COPIES
+        if is_step and (node.args[0] in behind or (is_late and node.target is _WAIT)):
+            end_turn()
+        if is_step:
+            turn.append(node)
+            behind[node], is_late = None, False
+        elif not turn or node.op == "placeholder":
+            continue
+        elif not (copies or node.target in _FREE or getattr(node.target, "is_view", False)):
+            end_turn()
+        elif not behind.keys().isdisjoint(node.all_input_nodes):
+            behind[node] = None
+        elif copies:
+            is_late = True
+            if turn[-1].target is _WAIT:
+                end_turn()
+    end_turn()
+    graph.recompile()
+    return graph
+
+
+def _replace_turn(graph: GraphModule, turn: Sequence[Node], behind: Sequence[Node]) -> None:
+    """Replace a `turn` of launches and waits by one operator, in the last one's place, `behind` which others come."""
+    steps = [[number, *more] for _, _, number, *more in (node.args for node in turn)]
+    waits = [node for node in turn if node.target is _WAIT]
+    with graph.graph.inserting_after(turn[-1]):
+        joined = graph.graph.call_function(
+            _TAKE_TURN, ([node.args[0] for node in turn], turn[0].args[1], json.dumps(steps))
+        )
+    last = joined
+    for i, node in enumerate([*waits, turn[-1]]):
+        with graph.graph.inserting_after(last):
+            last = graph.graph.call_function(operator.getitem, (joined, i))
+        last.meta.update(node.meta)
+        node.replace_all_uses_with(last, lambda user: user is not joined)
+    for node in behind:
+        last.append(node)
+        last = node
+    for node in reversed(turn):
+        graph.graph.erase_node(node)
 
 
 class CollectiveTrace:
@@ -127,39 +246,29 @@ class CollectiveTrace:
         self._communicator, self.last, self.launches = communicator, first, 0
 
     def launch(
-        self, x: Tensor, step: RelayoutStep, reduce: str, root: int, *parts_of_dims: Parts | None
+        self, x: Tensor, step: RelayoutStep, reduce: str, root: int, parts: Parts | None, joined_parts: Parts | None
     ) -> _TracedHandle:
         """Record the launch of the collective of a `step` on x; the others are parameters of `Communicator.launch`."""
-        number, self.launches = self.launches, self.launches + 1
-        shape = self._result_shape(step, x.shape, root, *parts_of_dims)
-        cuts = [[parts.room, *parts.extents] if parts else [] for parts in parts_of_dims]
-        options = (step.op, "+".join(step.axes), step.dim, step.dim_joined, reduce, root, *cuts)
-        self.last = torch.ops.platform.launch(x, self.last, number, *options)
-        return _TracedHandle(self, x, number, shape)
-
-    def _result_shape(
-        self, step: RelayoutStep, shape: Sequence[int], root: int, parts: Parts | None, joined_parts: Parts | None
-    ) -> list[int]:
-        """Return the shape of what this rank gets from the collective of a `step` on a tensor of `shape`."""
         members, index = self._communicator.mesh.count_ranks(step.axes), self._communicator.group_index(step.axes)
-        if step.op in VANISH and index != root:
-            return [0]
-        out = list(shape if step.op in APPEAR and index != root else step.apply_to_shape(shape, members))
-        if parts and step.op in SPLIT:
-            out[step.dim] = parts.extents[index]
-        if (joins := joined_parts if step.op == "all_to_all" else parts) and step.op in JOIN:
-            out[step.dim_joined] = sum(joins.extents)
-        return out
+        number, self.launches, is_root = self.launches, self.launches + 1, index == root
+        uneven = UnevenBlocks(step.op, index, step.dim, step.joined, parts, joined_parts, is_root)
+        x = uneven.add_room(x)
+        elements = x.numel() // members if step.op == "scatter" and is_root else x.numel()
+        read, out, finish = prepare_buffers(step.op, x, members, step.dim, step.joined, is_root, True)
+        is_copied = out is read and (is_root or step.op not in APPEAR)
+        how = step.op, step.axes, reduce, root, elements, x.element_size(), None if is_copied else [*out.shape]
+        self.last = torch.ops.platform.launch(read, self.last, number, json.dumps(how), out.shape)
+        return _TracedHandle(self, read, partial(uneven.remove_room, finish), number, [*out.shape])
 
 
 class _TracedHandle(ArrivedCollective):
     """Handle of a collective whose launch a trace has recorded."""
 
-    def __init__(self, trace: CollectiveTrace, x: Tensor, number: int, shape: list[int]):
-        """Hold what the operator that waits for the collective is called with."""
-        self._trace, self._x, self._arguments = trace, x, (number, shape)
+    def __init__(self, trace: CollectiveTrace, x: Tensor, finish: Callable[[Tensor], Tensor], *arguments: Any):
+        """Hold what the operator that waits for the collective on x is called with; `finish`: makes its result."""
+        self._trace, self._x, self._finish, self._arguments = trace, x, finish, arguments
 
     def wait(self) -> Tensor:
         """Record the wait for the collective; return its result."""
         self._trace.last = torch.ops.platform.wait(self._x, self._trace.last, *self._arguments)
-        return self._trace.last
+        return self._finish(self._trace.last).contiguous()

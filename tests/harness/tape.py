@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from platform.predict import recorded_passes
 from platform.runtime import traced_collectives
+from platform.runtime.clock import SectionClock
 from platform.runtime.communicator import CollectiveHandle, Communicator, run_traced_collective
 from tests.harness.launches import arguments
 
@@ -244,6 +245,7 @@ def recording(device: str = "cpu") -> Iterator[list[TapedGraph]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorded_passes, "RECORDING", {"cuda", device})
         patch.setattr(Communicator, "_issue_collective", issue_or_record)
+        patch.setattr(SectionClock, "is_followed", True)  # compiled blocks issue their collectives so too
         for name, value in {"CUDAGraph": made, "graph": Recording, "graph_pool_handle": Pool}.items():
             patch.setattr(torch.cuda, name, value)
         yield graphs

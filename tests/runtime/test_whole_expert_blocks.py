@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from platform.runtime import compilation, compiled_blocks
-from platform.runtime.communicator import CollectiveHandle
 from tests.harness.oracle import MODELS, compare, examine, run, serial
+from tests.harness.threads import ThreadGroups
 from tests.runtime.oracle.test_experts import KINDS
 from tests.runtime.test_compiled_block import APART, of_a_layer
 from tests.runtime.test_whole_tensor_blocks import (
@@ -112,7 +112,7 @@ def test_negative_control_tokens_losses_without_a_gradient(monkeypatch):
 @pytest.mark.full
 def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
     """Slots that are read before they have come are other tokens'."""
-    monkeypatch.setattr(CollectiveHandle, "wait", without_waits())
+    monkeypatch.setattr(ThreadGroups, "_start_collective", without_waits(ThreadGroups._start_collective))
     c = compiling(**TOGETHER["experts of two"])
     with pytest.raises(Exception):  # noqa: B017  (numbers that differ, or none)
         compare(c, *run(c), serial(c))
