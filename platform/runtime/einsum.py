@@ -131,35 +131,36 @@ class _Einsums(torch.autograd.Function):
         back = [() if fuses == "result" else e.output.backward for e in group.einsums]
         coming = [convert(communicator, g, steps) for g, steps in zip(gradients, back, strict=True)]
         regathered = ctx.coming.start_conversions(operands, in_backward=True)
+        shape, dtype = ctx.of_x
         if group.is_frozen:
-            shape, dtype = ctx.of_x
             x = gradients[0].new_empty((), dtype=dtype).expand(shape)
         if ctx.compute_again:
             x = ctx.compute_again(*sources)
-        if group.regathered:
-            x = convert(communicator, x, group.x.forward).wait()
         x = x.detach()  # what is deferred would keep the graph behind it, and the leaves there with their gradients
+        again = convert(communicator, x, group.x.forward) if group.regathered else ArrivedCollective(x)
         operands = [c.wait() for c in regathered]
         local = [c.wait().contiguous() for c in coming]  # read twice; that of a query is not in attention's order
         ctx.coming.start_next_conversions(in_backward=True)
         if fuses == "result":
             local, total = _gather_gradient_of_result(communicator, group, *local, *operands)
-        leaves = ctx.leaves, ctx.needs_input_grad[7:]
-        compute_leaf_gradients = partial(_compute_operand_gradients, communicator, group, *leaves, x, local, ctx.counts)
         together = None
         if ctx.joined and (fuses or JOINS_GRADIENTS.get(x.device.type, True)):
-            together = torch.cat([g.flatten(x.dim() - 1).flatten(0, -2) for g in local], 1)
-            compute_leaf_gradients = partial(ctx.joined.accumulate_gradients, x, together)
+            together = torch.cat([g.flatten(len(shape) - 1).flatten(0, -2) for g in local], 1)
         dx: ArrivedCollective | PendingConversion | None = None
         if fuses == "x" and (together is not None or len(local) == 1):
             dx = _scatter_gradient_of_x(communicator, group, local, operands, ctx.joined, together)
         elif ctx.needs_input_grad[6]:
             if together is not None:
-                total = ctx.joined.compute_input_gradient(together, x.shape)
+                total = ctx.joined.compute_input_gradient(together, shape)
             elif fuses != "result":
                 factors = [*map(widen_dtype, operands)] if group.has_wide_dtype else operands
                 total = _compute_gradient_of_x(ScaledEinsums(communicator), ctx.counts, group, local, factors)
-            dx = convert(communicator, total.to(x.dtype), group.x.backward, owned=True)
+            dx = convert(communicator, total.to(dtype), group.x.backward, owned=True)
+        x = again.wait()  # for the gradients of the operands alone: it comes while that of x is computed
+        leaves = ctx.leaves, ctx.needs_input_grad[7:]
+        compute_leaf_gradients = partial(_compute_operand_gradients, communicator, group, *leaves, x, local, ctx.counts)
+        if together is not None:
+            compute_leaf_gradients = partial(ctx.joined.accumulate_gradients, x, together)
         if ctx.deferred is None:
             leaf_gradients = compute_leaf_gradients()
             return *[None] * 6, dx if dx is None else dx.wait(), *leaf_gradients
