@@ -42,10 +42,6 @@ class _Block(NamedTuple):
         """Return True if ranks of a sub-grid alone compute an operation of the block."""
         return any(o.only or step.only for o in self.operations for step in _list_steps(o))
 
-    def fuses_products(self) -> bool:
-        """Return True if products of the block are one with their collectives, of which torch traces none here."""
-        return any(group.fuses for o in self.operations for group in o.groups)
-
     def counts_in_passes(self) -> bool:
         """Return True if the host counts rows of experts, or pairs of queries and keys, in each pass."""
         return not all(OPERATIONS[o.operation.kind].is_traceable for o in self.operations) or any(
@@ -73,7 +69,6 @@ _REASONS: tuple[tuple[str, Callable[[_Block], object]], ...] = (
         lambda b: not b.plan.compiles_collectives and may_hold_collectives(b.plan.mesh),
     ),
     ("ranks of a sub-grid alone compute a part of it", _Block.is_absent_somewhere),
-    ("its products gather and scatter as they multiply (tensor.async_products)", _Block.fuses_products),
     ("recompute=selective runs its attention again", lambda b: b.plan.recompute.kind == "selective"),
     (
         "its experts' rows, or its attention's pairs, are counted in each pass",

@@ -293,8 +293,7 @@ class Communicator(ABC):
         self.log: list[Launch] | None = None
         self.lent: dict[str, Lent] = {}
         self.bound: dict[str, list[tuple[int, BoundCollective | None]]] = {}  # by the steps of a compiled block's turn
-        # what launches collectives instead, while a block is traced
-        self.traced_launch: Callable[..., ArrivedCollective] | None = None
+        self.trace: Any = None  # of the block that is traced, which records collectives in place of their launch
         self._aborting, self._aborted = threading.Lock(), False
         self._number = next(_NUMBERS)
         COMMUNICATORS[self._number] = self
@@ -336,9 +335,10 @@ class Communicator(ABC):
             cut = tuple([p.room, *p.extents] if p else [] for p in (parts, joined_parts))
             where = "+".join(axes), self.mesh.count_ranks(axes)
             return ArrivedCollective(run_traced_collective(x, self._number, op, *where, dim, joined, reduce, *cut))
-        if self.traced_launch:
+        if self.trace:
             step = RelayoutStep(op, tuple(axes), dim, joined)
-            return self.traced_launch(x, step, reduce, root, parts, joined_parts)
+            traced: ArrivedCollective = self.trace.launch(x, step, reduce, root, parts, joined_parts)
+            return traced
         axes, group, _ = self._routes.get((op, *axes)) or self._find_route(op, axes)
         n = len(group)
         is_root = group[root] == self.rank
@@ -390,11 +390,17 @@ class Communicator(ABC):
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return x [rows.., contracted], gathered along position `dim`, and its products with matrices [contracted,
         columns]: one all_gather, whose parts a transport may multiply as they come."""
+        if self.trace:
+            traced: tuple[Tensor, Sequence[Tensor]] = self.trace.gather_and_multiply(x, matrices, axes, dim)
+            return traced
         gathered = self.launch("all_gather", x, axes, dim).wait()
         return gathered, [_multiply_rows(gathered, matrix) for matrix in matrices]
 
     def multiply_and_scatter(self, x: Tensor, matrix: Tensor, axes: Sequence[str], dim: int) -> Tensor:
         """Return this rank's part, along `dim`, of the sum of the ranks' products of x and a matrix, by one scatter."""
+        if self.trace:
+            traced: Tensor = self.trace.multiply_and_scatter(x, matrix, axes, dim)
+            return traced
         return self.launch("reduce_scatter", _multiply_rows(x, matrix), axes, dim, owned=True).wait()
 
     def _find_route(self, op: str, axes: Sequence[str]) -> _Route:

@@ -349,13 +349,13 @@ def _trace_collectives(
     """Yield what emits operators, behind the tensor `first`, for the collectives that are launched within the context,
     and the gradients of parameters in `buckets` that are added there."""
     trace, traced = CollectiveTrace(communicator, first), TracedGradients()
-    communicator.traced_launch = trace.launch
+    communicator.trace = trace
     for flat in buckets:
         flat.traced = traced
     try:
         yield trace, traced
     finally:
-        communicator.traced_launch = None
+        communicator.trace = None
         for flat in buckets:
             flat.traced = None
 

@@ -271,14 +271,14 @@ class ProcessGroups(HostMemory):
 
     def gather_and_multiply(self, x, matrices, axes, dim):
         """Gather x, multiplied part by part by torch's fused operation where GPUs read each other's memory."""
-        if (name := self._find_symmetric_group(axes)) is None:
+        if self.trace or (name := self._find_symmetric_group(axes)) is None:
             return super().gather_and_multiply(x, matrices, axes, dim)
         run = partial(_fused_operations().fused_all_gather_matmul, x.contiguous(), list(matrices), dim, name)
         return self._run_counted("all_gather", x, axes, x.numel(), run)
 
     def multiply_and_scatter(self, x, matrix, axes, dim):
         """Multiply x, and sum and scatter the product part by part by torch's fused operation, where GPUs can."""
-        if (name := self._find_symmetric_group(axes)) is None:
+        if self.trace or (name := self._find_symmetric_group(axes)) is None:
             return super().multiply_and_scatter(x, matrix, axes, dim)
         run = partial(_fused_operations().fused_matmul_reduce_scatter, x.contiguous(), matrix, "sum", dim, name)
         return self._run_counted("reduce_scatter", x, axes, x.numel() // x.shape[-1] * matrix.shape[1], run)

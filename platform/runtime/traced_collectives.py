@@ -42,6 +42,10 @@ _LIBRARY = torch.library.Library("platform", "FRAGMENT")
 _LIBRARY.define("launch(Tensor x, Tensor after, int number, str what, int[] shape) -> Tensor")
 _LIBRARY.define("wait(Tensor x, Tensor after, int number, int[] shape) -> Tensor")
 _LIBRARY.define("take_turn(Tensor[] xs, Tensor after, str steps) -> Tensor[]")
+_LIBRARY.define(
+    "gather_and_multiply(Tensor x, Tensor[] matrices, Tensor after, str axes, int dim, int members) -> Tensor[]"
+)
+_LIBRARY.define("multiply_and_scatter(Tensor x, Tensor matrix, Tensor after, str axes, int dim, int members) -> Tensor")
 _LIBRARY.define("border(Tensor after, Tensor[] before) -> Tensor")
 _LIBRARY.define("operand(Tensor x) -> Tensor")
 _LIBRARY.define("copy_after(Tensor x, Tensor after) -> Tensor")
@@ -72,10 +76,16 @@ def launch_collectives_of(communicator: Communicator | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if communicator and _RUNNING.waits:
-            communicator.clock.note_waits(_RUNNING.waits)
+        if communicator:
+            _note_waits(communicator)
         running.clear()
         running.update(before)
+
+
+def _note_waits(communicator: Communicator) -> None:
+    """Note the running block's waits so far in its clock, before any that the clock notes by itself."""
+    communicator.clock.note_waits(_RUNNING.waits)
+    _RUNNING.waits.clear()
 
 
 def _launch(x, after, number, what, shape):
@@ -135,6 +145,24 @@ def _bind_steps(communicator: Communicator, steps: str) -> list[tuple[int, Bound
     ]
 
 
+def _gather_and_multiply(x, matrices, after, axes, dim, members):
+    """Return what `Communicator.gather_and_multiply` does, of the running block's ranks: x and its products."""
+    if communicator := _RUNNING.communicator:
+        _note_waits(communicator)
+        gathered, products = communicator.gather_and_multiply(x, matrices, axes.split("+"), dim)
+        return [y.contiguous() for y in (gathered, *products)]
+    rows = [n * (members if i == dim else 1) for i, n in enumerate(x.shape[:-1])]
+    return [x.new_zeros(*rows, n) for n in (x.shape[-1], *(m.shape[1] for m in matrices))]
+
+
+def _multiply_and_scatter(x, matrix, after, axes, dim, members):
+    """Return what `Communicator.multiply_and_scatter` does, of the running block's ranks: a part of their sum."""
+    if communicator := _RUNNING.communicator:
+        _note_waits(communicator)
+        return communicator.multiply_and_scatter(x, matrix, axes.split("+"), dim).contiguous()
+    return x.new_zeros(*(n // (members if i == dim else 1) for i, n in enumerate(x.shape[:-1])), matrix.shape[1])
+
+
 def _border(after, before):
     """Return a tensor of no content between what a block computes early, `before`, and what it launches later."""
     return after.new_empty(1, dtype=torch.uint8)
@@ -150,10 +178,12 @@ def _operand(x):
     return x.clone()
 
 
-_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "launch": _launch,
     "wait": _wait,
     "take_turn": _take_turn,
+    "gather_and_multiply": _gather_and_multiply,
+    "multiply_and_scatter": _multiply_and_scatter,
     "border": _border,
     "copy_after": _copy_after,
     "operand": _operand,
@@ -169,15 +199,18 @@ def read_again(x: Tensor, after: Tensor) -> Tensor:
     return x if get_proxy_mode() is None else torch.ops.platform.copy_after(x, after)
 
 
-_LAUNCH, _WAIT, _TAKE_TURN = (getattr(torch.ops.platform, name).default for name in ("launch", "wait", "take_turn"))
+_LAUNCH, _WAIT, _TAKE_TURN, *_ASYNC_PRODUCTS = (
+    getattr(torch.ops.platform, name).default
+    for name in ("launch", "wait", "take_turn", "gather_and_multiply", "multiply_and_scatter")
+)
 _COPIES = {getattr(torch.ops.aten, name).default for name in ("clone", "copy", "slice_scatter")}
 _FREE = {operator.getitem, torch.ops.aten.empty.memory_format}  # beside views: no kernel of a device
 
 
 def launches_collectives(graph: GraphModule) -> bool:
     """Return True if a traced graph launches collectives."""
-    nodes = graph.graph.find_nodes(op="call_function", target=_LAUNCH)
-    return bool(nodes or graph.graph.find_nodes(op="call_function", target=_TAKE_TURN))
+    launching = {_LAUNCH, _TAKE_TURN, *_ASYNC_PRODUCTS}
+    return any(node.target in launching for node in graph.graph.nodes)
 
 
 def join_turns(graph: GraphModule) -> GraphModule:
@@ -259,6 +292,22 @@ class CollectiveTrace:
         how = step.op, step.axes, reduce, root, elements, x.element_size(), None if is_copied else [*out.shape]
         self.last = torch.ops.platform.launch(read, self.last, number, json.dumps(how), out.shape)
         return _TracedHandle(self, read, partial(uneven.remove_room, finish), number, [*out.shape])
+
+    def gather_and_multiply(
+        self, x: Tensor, matrices: Sequence[Tensor], axes: Sequence[str], dim: int
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Record `Communicator.gather_and_multiply`."""
+        how = "+".join(axes), dim, self._communicator.mesh.count_ranks(axes)
+        self.launches += 1
+        self.last, *products = torch.ops.platform.gather_and_multiply(x, list(matrices), self.last, *how)
+        return self.last, products
+
+    def multiply_and_scatter(self, x: Tensor, matrix: Tensor, axes: Sequence[str], dim: int) -> Tensor:
+        """Record `Communicator.multiply_and_scatter`."""
+        how = "+".join(axes), dim, self._communicator.mesh.count_ranks(axes)
+        self.launches += 1
+        self.last = torch.ops.platform.multiply_and_scatter(x, matrix, self.last, *how)
+        return self.last
 
 
 class _TracedHandle(ArrivedCollective):

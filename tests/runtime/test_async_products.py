@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from random import Random
+from threading import Lock
 
 import pytest
 import torch
@@ -15,12 +16,17 @@ from platform.plan.layout import Mesh
 from platform.plan.step_collectives import process_groups
 from platform.predict.make_plan import make_plan
 from platform.runtime import communicator as communicators
+from platform.runtime import parallel_ops
 from platform.runtime.communicator import CollectiveHandle, Communicator
 from tests.doubles import strict_nccl
 from tests.doubles.strict_nccl import run_strictly
 from tests.harness.oracle import MODELS, compare, compute, configure, examine, run, serial
+from tests.harness.threads import ThreadGroups
 from tests.runtime.test_compiled_block import FROZEN, TUNE
 from tests.runtime.test_compiled_block import compiling as compiling_locally
+from tests.runtime.test_whole_tensor_blocks import compiling, fast, made, without_waits
+
+__all__ = ["fast", "made"]
 
 ON = {"layers": 1, "async_products": "on"}
 SEQUENCE = {"tensor": "1d_sp", "axes": {"t": 2}, **ON}
@@ -99,6 +105,56 @@ def test_they_compute_and_move_the_same(name, calls):
         assert Counter(result.log) == Counter(other.log) and result.moved == other.moved
 
 
+WHOLE = {
+    "1d_sp": SEQUENCE,
+    "1d_sp, data 2, zero 3, gathered again": PLANS["1d_sp, data 2, zero 3, gathered again"],
+    "1d_sp, weight gradients apart": PLANS["1d_sp, weight gradients apart"],
+    **{name: MORE[name] for name in MORE if not {"1f1b", "context", "selective"} & {*name.split(", ")}},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "1d_sp" else pytest.param(name, marks=pytest.mark.full) for name in WHOLE]
+)
+def test_blocks_with_them_are_compiled_whole(name, made):
+    """One forward and one backward pass, with the launches and bytes of blocks that run function by function, in their
+    order but for buckets that are full within a block."""
+    c = compiling(**WHOLE[name])
+    plan, results = run(c)
+    assert fused(plan) and made and all(made)
+    for block in made:
+        code = block.functions.forward.graph.code + block.functions.backward.graph.code
+        assert "gather_and_multiply" in code and "multiply_and_scatter" in code
+    examine(c, plan, results)
+    c.train.compile = "off"
+    for result, other in zip(results, run(c)[1], strict=True):
+        assert Counter(result.log) == Counter(other.log) and result.moved == other.moved
+        inside, outside = ([x for x in r.log if x.axes == ("t",)] for r in (result, other))
+        assert inside == outside
+
+
+def test_compiled_blocks_with_and_without_them_are_equal_in_every_bit(made):
+    """The operators of a graph compute what products that wait do; and the losses are those of blocks by function."""
+    c = compiling(**LLAMA)
+    asynchronous = run(c)[1]
+    c.tensor.async_products = "off"
+    waiting = run(c)[1]
+    c.train.compile, c.tensor.async_products = "off", "on"
+    assert made and all(made)
+    for result, other, by_function in zip(asynchronous, waiting, run(c)[1], strict=True):
+        assert result.losses == other.losses == by_function.losses
+        assert all(torch.equal(g, other.gradients[parameter]) for parameter, g in result.gradients.items())
+
+
+def test_negative_control_a_compiled_block_that_does_not_wait(monkeypatch):
+    """What a block multiplies before it has come computes other numbers."""
+    start = ThreadGroups._start_collective
+    monkeypatch.setattr(ThreadGroups, "_start_collective", without_waits(start))
+    c = compiling(**SEQUENCE)
+    with pytest.raises(Exception):  # noqa: B017  (numbers that differ, or none)
+        compare(c, *run(c), serial(c))
+
+
 def test_over_gloo(pool):
     c = configure(**LLAMA, **TWICE)
     plan = make_plan(c)
@@ -106,10 +162,18 @@ def test_over_gloo(pool):
 
 
 @pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.full)], ids=["late", "early"])
+@pytest.mark.parametrize("made_by", [configure, compiling], ids=["by function", "whole"])
 @pytest.mark.parametrize("name", ["1d_sp, recomputed", pytest.param("3d, recomputed", marks=pytest.mark.full)])
-def test_on_gpus_as_strict_as_they_may_be(name, early, monkeypatch):
+def test_on_gpus_as_strict_as_they_may_be(name, made_by, early, monkeypatch):
     """A fused operation waits for its peers in the stream that computes, beside what NCCL has under way."""
-    c = configure(**MORE[name])
+    traced_by = Lock()  # torch traces in one thread at a time
+
+    def trace(*arguments, trace=parallel_ops.compile_block_with_own_backward):
+        with traced_by:
+            return trace(*arguments)
+
+    monkeypatch.setattr(parallel_ops, "compile_block_with_own_backward", trace)
+    c = made_by(**MORE[name])
     plan = make_plan(c)
     work, connections = partial(compute, c, plan), 1  # as under tensor axes
     axes = process_groups(plan)
