@@ -423,8 +423,8 @@ class _PassPricer:
             waits, ahead = Counter[Collective](), Counter[Collective]()
             computing, kernels, under, exposed = 0.0, 0, 0.0, Counter[str]()
             for part, n in p.parts:
-                for c, products in part.beside:
-                    waited, hidden = self._divide_by_parts(c, products)
+                for c, products, share in part.beside:
+                    waited, hidden = self._divide_by_parts(c, products, share)
                     exposed["+".join(self.plan.mesh.order_axes(c.axes))] += n * waited  # type: ignore[assignment]
                     under += n * hidden
                 computing += n * self._computing_seconds(part)
@@ -438,12 +438,11 @@ class _PassPricer:
             self._spans[id(p.parts)] = computing, exposed, self.sum_by_axes(ahead), under, kernels, reads
         return self._spans[id(p.parts)]
 
-    def _divide_by_parts(self, c: Collective, products: Sequence[MatrixProduct]) -> tuple[float, float]:
-        """Return the seconds of a collective that a rank waits for, and others: all parts but one, under products."""
+    def _divide_by_parts(self, c: Collective, products: Sequence[MatrixProduct], share: float) -> tuple[float, float]:
+        """Return the seconds of a collective that a rank waits for, and its hidden ones: a `share`, under products."""
         seconds, size = self.price_collective(c), self.plan.itemsize["compute"]
         multiplying = computing_seconds(Part(tuple(products)), self.hardware, self.plan.precision, size, self.narrow)
-        share = 1 - 1 / self.plan.mesh.count_ranks(c.axes) if self.overlap else 0.0
-        hidden = min(seconds, multiplying) * share
+        hidden = min(seconds, multiplying) * share if self.overlap else 0.0
         return seconds - hidden, hidden
 
     def _computing_seconds(self, part: Part) -> float:

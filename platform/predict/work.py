@@ -61,7 +61,8 @@ class MatrixProduct(NamedTuple):
         return first, self._replace(rows=self.columns, columns=self.inner, inner=self.rows)
 
 
-Beside = tuple[Collective, tuple[MatrixProduct, ...]]  # a collective, and the parts of a product that it goes beside
+# a collective, the parts of a product that it goes beside, and the share of it that may
+Beside = tuple[Collective, tuple[MatrixProduct, ...], float]
 
 
 @dataclass(frozen=True)
@@ -397,7 +398,7 @@ def _operation_work(
 
 def _drop_unneeded_result(forward: Part, planned: PlannedOperation) -> Part:
     """Return the work of an operation that is recomputed but for its result."""
-    moved = (*forward.collectives, *(c for c, _ in forward.beside))
+    moved = (*forward.collectives, *(c for c, *_ in forward.beside))
     remaining = Counter(moved) - Counter(planned.results)
     return replace(forward, products=(), kernels=0, collectives=tuple(remaining.elements()), beside=())
 
@@ -448,14 +449,18 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool, chunks:
         backward += [_narrow_if_scaled(plan, group, shape.gradient_products[1], "weight") for shape in of_weights]
         if fused:
             moves = plan.planner.collectives_of_conversion(fused)
-            beside += zip(moves, (tuple(parts * count), tuple(of_input * count)), strict=True)
+            of_both = tuple(parts * count), tuple(of_input * count)
+            beside += ((c, products, 1 - 1 / count) for c, products in zip(moves, of_both, strict=True))
+        elif _gathers_beside_input_gradient(group):
+            moves = plan.planner.collectives_of_conversion(replace(group.x, backward=()))
+            beside += ((replace(c, phase="backward"), tuple(of_input * count), 1.0) for c in moves)
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
                 ahead += plan.planner.collectives_of_conversion(e.operand, e.regathered)
                 summed += 0.0 if e.frozen else prod(e.operand.before) * SUMMED
     summed *= chunks if plan.microbatches > 1 else chunks - 1
-    waited = Counter(_even_collectives(plan, planned)) - Counter([*ahead, *(c for c, _ in beside)])
+    waited = Counter(_even_collectives(plan, planned)) - Counter([*ahead, *(c for c, *_ in beside)])
     sides = []
     counts = ("forward", forward, 0.0, 0), ("backward", backward, summed + sum(rebuilt), len(rebuilt))
     for phase, products, written, more_kernels in counts:
@@ -463,6 +468,12 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool, chunks:
         under = tuple(pair for pair in beside if pair[0].phase == phase)
         sides.append(Part(tuple(products), 0.0, written, len(products) + more_kernels, waits, begun, under))
     return sides[0], sides[1]
+
+
+def _gathers_beside_input_gradient(group: EinsumGroup) -> bool:
+    """Return True if the x of a group is gathered again, for gradients of weights, while its own is computed."""
+    in_turns = group.panels or "rows" in group.x_dims or any("vocab" in e.out_dims for e in group.einsums)
+    return group.regathered and len(group.x.forward) == 1 and not in_turns
 
 
 def _bytes_to_rebuild(plan: Plan, operation: Operation, group: EinsumGroup) -> float:

@@ -172,9 +172,9 @@ def test_all_but_the_first_part_is_hidden_under_the_product():
     assert len(parts) == 4 * 2 * 4  # of a layer both passes of four products
     expected = 0.0
     for part in parts:
-        ((c, products),) = part.beside
+        ((c, products, share),) = part.beside
         assert (c.op, c.axes) in {("all_gather", ("t",)), ("reduce_scatter", ("t",))}
-        assert len(products) % 8 == 0 and all(p in part.products for p in products)
+        assert share == 7 / 8 and len(products) % 8 == 0 and all(p in part.products for p in products)
         multiplying = sum(product_seconds(p, hardware, "bf16", 2) for p in products)
         expected += 7 / 8 * min(multiplying, collective_seconds(c, waiting.mesh, hardware, waiting.itemsize))
     quiet, busy = price_work(before, hardware), price_work(after, hardware)
@@ -183,6 +183,24 @@ def test_all_but_the_first_part_is_hidden_under_the_product():
     passes = ((*work.forward, *work.backward) for work in (before, after))
     same = [sum(flops(part) * n for p in each for part, n in p.parts) for each in passes]
     assert same[0] == pytest.approx(same[1], rel=1e-12)
+
+
+def test_a_second_gather_is_hidden_under_the_gradient_of_what_it_gathers():
+    """By hand: of tensor.gathered=again a rank waits for what is longer than that product."""
+    quiet = replace(read_hardware("h100"), interference=0.0)
+    (_, kept), (config, again) = (llama("tensor.async_products=off", f"tensor.gathered={g}") for g in ("keep", "again"))
+    of_kept, work = (build_step_work(config, plan) for plan in (kept, again))
+    parts = [part for p in work.backward for part, n in p.parts for _ in range(n) if part.beside]
+    assert len(parts) == 2 * 4 and not any(part.beside for p in work.forward for part, _ in p.parts)
+    waited = 0.0
+    for part in parts:
+        ((c, products, share),) = part.beside
+        assert (c.op, c.axes, c.phase, share) == ("all_gather", ("t",), "backward", 1.0)
+        multiplying = sum(product_seconds(p, quiet, "bf16", 2) for p in products)
+        waited += max(0.0, collective_seconds(c, again.mesh, quiet, again.itemsize) - multiplying)
+    before, after = price_work(of_kept, quiet), price_work(work, quiet)
+    head = collective_seconds(c, again.mesh, quiet, again.itemsize)  # which chunks of the loss wait for
+    assert after.waiting["t"] - before.waiting["t"] == pytest.approx(again.microbatches * (waited + head), rel=1e-9)
 
 
 def flops(part: Part) -> float:
