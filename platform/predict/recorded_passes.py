@@ -58,7 +58,6 @@ _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("the host has the factors of further losses (model.predict_ahead)", lambda c, p: c.model.predict_ahead),
     ("what it reads beside tokens and labels is of the host", lambda c, p: not _READ.issuperset(p.reader_layouts)),
     ("its attention's kernels draw dropout masks by keys of the host", _draws_in_kernels),
-    ("its products are in 8 bits", lambda c, p: p.has_scaled_products),
     (
         "its products move what they multiply (tensor.async_products)",
         lambda c, p: c.tensor.async_products == "on" or list_fused_axes(p),
