@@ -108,7 +108,9 @@ def round_tiles(x: Tensor, tile: Tile, factors: Tensor, dtype: torch.dtype) -> T
     """Return matrices x [.., rows, columns] times the factor of each tile, rounded to 8 bits of a `dtype`."""
     largest, (rows, columns) = torch.finfo(dtype).max, x.shape[-2:]
     scaled = _view_as_tiles(x, tile) * factors[..., :, None, :, None]  # in fp32, or wider as x is
-    values = scaled.clamp_(-largest, largest).to(dtype).flatten(-4, -3).flatten(-2)
+    # row after row, as kernels read them: what came column by column would be turned by a kernel of its own
+    values = scaled.clamp_(-largest, largest).to(dtype, memory_format=torch.contiguous_format)
+    values = values.flatten(-4, -3).flatten(-2)
     return values[..., :rows, :columns]
 
 
@@ -125,15 +127,21 @@ def has_scaled_kernel(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> b
     """Return True if one kernel multiplies two matrices in 8 bits: on GPUs, where a matrix or a row has one scale."""
     is_plain = a.values.dim() == 2 and not (a.tile[1] or b.tile[1]) and a.tile == b.tile
     aligned = not any(n % KERNEL_SIDE for n in (*a.values.shape, *b.values.shape))
-    if not (is_plain and aligned and a.values.is_cuda and dtype in (torch.bfloat16, torch.float32)):
+    if not (is_plain and aligned and dtype in (torch.bfloat16, torch.float32)):
         return False
-    return torch.cuda.get_device_capability(a.values.device) >= ((9, 0) if a.tile[0] else (8, 9))
+    return find_capability(a.values.device) >= ((9, 0) if a.tile[0] else (8, 9))
+
+
+def find_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, which decides what it multiplies in 8 bits; (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def multiply_by_kernel(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
     """Return the product of two matrices in 8 bits by torch's kernel, which takes scales of whole matrices or rows."""
     scales = (a.scales.contiguous(), b.scales.t().contiguous()) if a.tile[0] else (a.scales[0, 0], b.scales[0, 0])
-    narrow = torch.bfloat16 if a.tile[0] and a.values.is_cuda else dtype  # of rows, the one type that it writes there
+    # of rows, the one type that it writes on GPUs
+    narrow = torch.bfloat16 if a.tile[0] and a.values.device.type != "cpu" else dtype
     return torch._scaled_mm(a.values, b.values.t(), *scales, out_dtype=narrow).to(dtype)
 
 
@@ -179,12 +187,14 @@ class ScaledEinsums:
         if is_absent_block(x):
             return x + y if into is None else into
         a, b, out = dims
+        extents = dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))
         contracted, shared = contracted_dims(a, b, out), tuple(d for d in a if d in b and d in out)
         left, right = (self._quantise(scaled, product, n, t, dims[n], shared, contracted) for n, t in enumerate((x, y)))
         left, right = (m if shared else m.drop_stack() for m in (left, right))
+        if bias is None and next(d for d in out if d not in shared) in b:  # as gradients of weights lie
+            (left, a), (right, b) = (right, b), (left, a)
         z = multiply_scaled(left, right, x.dtype if into is None else into.dtype, scaled.how.powers)
         z = z if bias is None else z + (bias.reshape(-1) if not shared else bias.reshape(z.shape[0], 1, -1))
-        extents = dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))
         order = [*shared, *(d for d in (*a, *b) if d in out and d not in shared)]
         z = z.view([extents[d] for d in order]).permute([order.index(d) for d in out])
         if into is None:

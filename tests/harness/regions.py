@@ -8,19 +8,22 @@ from functools import cache
 import pytest
 
 from platform.launch import CONF, compose_config
-from platform.runtime import compiled_blocks, parallel_ops
+from platform.runtime import compiled_blocks, eight_bits, parallel_ops
 from platform.runtime.compilation import TracedFunction
-from tests.harness.ahead import Call, Traced, call_of
+from tests.harness.ahead import TARGETS, Call, Traced, call_of
 from tests.harness.card import alone, ranks, shrunk
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import validation_loss
 
 T5 = ["+experiment=one_gpu", "model=t5_tiny", "tensor=1d", "tensor.axes={t: 2}"]  # whose blocks are no one function
 LLAMA = ["+experiment=one_gpu", "model=llama_8b", "model.query_key_norm=true", "train.microbatch=1"]
+USUAL = [*LLAMA, "model.query_key_norm=false"]
 # name -> command line: all shipped experiments, and models whose regions are in none of these
 RUNS = {path.stem: [f"+experiment={path.stem}"] for path in sorted((CONF / "experiment").glob("*.yaml"))} | {
     "llama_8b": LLAMA,
-    "llama_8b_usual": [*LLAMA, "model.query_key_norm=false"],
+    "llama_8b_usual": USUAL,
+    "llama_8b_in_mx": [*USUAL, "precision=mxfp8"],
+    "llama_8b_in_rows": [*USUAL, "quantise.scale=row"],  # whose products are torch's own
     "one_gpu_apart": [
         "+experiment=one_gpu", "pipeline=zb_h1", "pipeline.stages=2", "train.microbatch=8", "train.global_batch=64",
     ],
@@ -50,6 +53,7 @@ def calls_of(run: str) -> tuple[Call, ...]:
     c.train.compile, c.optimizer.offload = "on", "none"  # what goes to host memory is no region
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_ops, "compile_region", region)
+        patch.setattr(eight_bits, "find_capability", lambda device: (min(TARGETS) // 10, 0))
         compiled_blocks._split_graph.cache_clear()
         compiled_blocks._partition_graph.cache_clear()
         for rank in ranks(c):
