@@ -7,7 +7,7 @@ last under which gradients are reduced. Collectives inside of a pass, along axes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from platform.boundary.refusals import format_violation
 from platform.config.fields import Config, training_loss_name
@@ -16,12 +16,13 @@ from platform.plan.generators import SHIPPED
 from platform.plan.model_types import CROSS_ENTROPY
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
-from platform.plan.schedule import is_in_order
+from platform.plan.schedule import Action, count_in_flight, is_in_order
 from platform.plan.simulate import lower_schedule
 from platform.plan.whole_blocks import counts_in_passes
 from platform.predict.choose_schedule import build_short_schedule
 
 RECORDING = {"cuda"}  # kinds of devices that record what is launched on them
+MOST_SLOTS = 64  # microbatches of a chunk in flight: a driver keeps some kilobytes for each kernel of each graph
 _READ = {"tokens", "labels", "positions", "source", "segments"}  # data that the device alone reads
 
 
@@ -39,18 +40,24 @@ def _draws_in_kernels(config: Config, plan: Plan) -> bool:
     return bool(config.model.dropout) and any(OPERATIONS[kind].chooses_kernel for kind in kinds)
 
 
-def _leaves_order(config: Config, plan: Plan) -> bool:
-    """Return True if a user's schedule does not take the microbatches of a chunk one after the other."""
-    if config.pipeline.kind in ("none", *SHIPPED):
-        return False
-    schedule = build_short_schedule(config, config.parallel.data, plan.microbatches)
-    return not all(map(is_in_order, lower_schedule(schedule)))
+def _list_unbounded_rows(config: Config, plan: Plan) -> Sequence[Sequence[Action]]:
+    """Return the rows of a schedule that may keep as many microbatches in flight as there are, () of another one."""
+    if config.pipeline.kind in ("none", *SHIPPED) and config.pipeline.kind != "gpipe":
+        return ()
+    return lower_schedule(build_short_schedule(config, config.parallel.data, plan.microbatches))
 
 
 # why no passes are recorded, and of which run that holds; the first is told
 _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("train.graphs=off", lambda c, p: c.train.graphs == "off"),
-    ("its schedule does not take microbatches in their order", _leaves_order),
+    (
+        "its schedule does not take microbatches in their order",
+        lambda c, p: not all(map(is_in_order, _list_unbounded_rows(c, p))),
+    ),
+    (
+        f"more than {MOST_SLOTS} microbatches are in flight, each with graphs of its own",
+        lambda c, p: any(max(count_in_flight(row).values()) > MOST_SLOTS for row in _list_unbounded_rows(c, p)),
+    ),
     ("each microbatch's gradients are reduced (parallel.zero)", lambda c, p: p.zero > 1),
     ("ranks make weights of 4 bits in its passes (tune=qlora)", lambda c, p: p.frees_weights),
     ("the host counts its experts' rows, or its attention's pairs", lambda c, p: counts_in_passes(p, "cuda")),

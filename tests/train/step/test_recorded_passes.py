@@ -517,6 +517,7 @@ REASONS: list[tuple[str, list[str]]] = [
     ("further losses", ["model.predict_ahead=1"]),
     ("activations go to host memory", ["recompute=full", "recompute_offload=true"]),
     ("monitor.timeline", ["monitor.timeline=true"]),
+    ("more than 64 microbatches are in flight", ["pipeline=gpipe", "train.microbatch=1", "train.global_batch=65"]),
     ("collectives run beside all passes", ["parallel.data=2", "train.global_batch=2", "train.microbatch=1"]),
 ]
 
