@@ -173,6 +173,8 @@ T, RC, XYZ = (
     {"axes": {"r": 2, "c": 2}, "layers": 1},
     {"axes": {"x": 2, "y": 2, "z": 2}},
 )
+# each number that is read is 1: a copy of a token has a row at each of three seats
+LENT = {"parallel.lent_experts": 1, "model.experts_per_token": 3}
 HOST_KEPT = {"recompute": "full", "offload": True}
 MEMORY_LENGTH = {"tensor": "layout", "axes": {"m": 2}, "rules": {"memory_length": ["m"], "d_kv": []}, "layers": 1}
 CASES = {
@@ -244,7 +246,7 @@ MORE = {
     "comparison": Case({**TWO, "zero": 1}, compare),
     "ring": Case({"context": 4, "context_kind": "ring"}, model="llama"),
     "dropless experts": Case({**TWO, "experts_of": 2}, model="gpt_oss"),
-    "lent experts": Case({**TWO, "experts_of": 2}, lend, model="gpt_oss", settings={"parallel.lent_experts": 1}),
+    "lent experts": Case({**TWO, "experts_of": 2}, lend, model="gpt_oss", settings=LENT),
     "generation, context": Case({"context": 2, "layers": 1}, write_long, model="llama"),
 }  # fmt: skip
 
