@@ -247,6 +247,13 @@ MORE = {
     "ring": Case({"context": 4, "context_kind": "ring"}, model="llama"),
     "dropless experts": Case({**TWO, "experts_of": 2}, model="gpt_oss"),
     "lent experts": Case({**TWO, "experts_of": 2}, lend, model="gpt_oss", settings=LENT),
+    "distill, 1d": Case({"tensor": "1d", **T}, settings={"train.loss": "distill", "train.teacher": "none is read"}),
+    "preferences, context": Case(
+        {"context": 2, "layers": 1}, model="llama", settings={"train.loss": "dpo", "data.kind": "preferences"}
+    ),
+    "qlora, zero=3": Case(
+        {**TWO, "zero": 3, "layers": 2}, model="llama", settings={"tune.kind": "qlora", "tune.rank": 4}
+    ),
     "generation, context": Case({"context": 2, "layers": 1}, write_long, model="llama"),
 }  # fmt: skip
 
@@ -486,6 +493,9 @@ ELSEWHERE = {
     "runtime/chunked_loss.py: leaving.wait()": COMPILED,
     "runtime/chunked_loss.py: arriving.wait()": COMPILED,
     "runtime/products.py: c.wait()": NEVER,
+    "runtime/products.py: leaving[i].wait()": NEVER,
+    "runtime/traced_collectives.py: wait()": COMPILED,
+    "runtime/traced_collectives.py: torch.ops.platform.wait(self._x, self._trace.last, *self._arguments)": COMPILED,
     "runtime/parallel_ops.py: left.wait()": "no pass of these leaves out an operation",
     "train/calibration_rates.py: communicator.launch(op, x, LINE).wait()": BEFORE,
     "train/calibration_rates.py: handle.wait()": BEFORE,

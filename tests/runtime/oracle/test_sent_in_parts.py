@@ -80,7 +80,7 @@ def test_a_rank_sends_a_part(layout, kind, plans_of):
 def test_of_what_comes_back_a_rank_keeps_its_part(plans_of):
     c, plan, whole = plans_of("all tokens", **LAYOUTS["1d_sp"])
     kept = [count_saved_elements(p, build_model(c.model)).activations for p in (plan, whole)]
-    rows = 4 * 16 * 2 * 32  # tokens x experts of each x d_model
+    rows = 2 * 4 * 16 * 2 * 32  # ranks that may send all x tokens x experts of each x d_model
     assert kept[1] - kept[0] == rows // 2
 
 
