@@ -194,6 +194,8 @@ class Recording(TorchDispatchMode):
         recorded = self._places((args, kwargs))
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = function(*args, **kwargs)
+        if "empty" in name:  # what a collective would write, which is not executed: numbers that may be indices
+            out.zero_()
         made = []
         for i, x in enumerate(tree_leaves(out)):
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
