@@ -360,15 +360,16 @@ def find_accessed_spec(o: Operation) -> Spec:
 
 
 def even_sent_share(planner: Planner, o: Operation, c: Collective, by_pair: bool = False) -> float:
-    """Return the share of a collective's elements that a step's work counts, by even routing; 1 of no rows; `by_pair`:
-    more than all, as of each token a row goes to each of its experts, and not once to each of their ranks."""
+    """Return the share of a collective's elements that a step's work counts, by even routing; 1 of no rows. `by_pair`:
+    a token's row is counted for each of its experts, as if it were not sent once to each of their ranks."""
     if c.op != "all_to_allv":
         return even_share_of_planned_rows(planner, o) if c.rows else 1.0
     if not OPERATIONS[o.kind].moves_rows:  # lent experts, which are as many as planned
         return 1.0
     spec, experts = next(_iterate_row_specs(o)), planner.sizes["experts"]  # of a rank's tokens, each once to each rank
-    here = experts // planner.mesh.count_ranks(planner.row_expert_axes(spec)["experts"])
-    return _even_rows(planner, spec) / c.rows * (1 if by_pair else share_of_copies(experts, here, o["chosen"]))
+    experts_of_rank = experts // planner.mesh.count_ranks(planner.row_expert_axes(spec)["experts"])
+    share = 1 if by_pair else share_of_copies(experts, experts_of_rank, o["chosen"])
+    return _even_rows(planner, spec) / c.rows * share
 
 
 def _operation_work(

@@ -120,8 +120,8 @@ class Counts(NamedTuple):
     to and from each rank of the group along `axes`; `given`: rows for each expert of `ExpertSeats.experts_by_seat`. Of
     the rows that this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each
     token's place, -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each
-    is, None if they lie expert by expert. With `copies`, rows are of tokens that came
-    here, `sent` counts the copies that left, and nothing else is exchanged."""
+    is, None if they lie expert by expert. With `copies`, rows are of tokens that came here, `sent` counts the copies
+    that left, and nothing else is exchanged."""
 
     axes: tuple[str, ...]
     each: Sequence[int]
@@ -185,10 +185,11 @@ def count_rows(communicator: Communicator, weights: Tensor, seats: ExpertSeats, 
     blocks = ranks.row_tokens * n + ranks.which.flatten().index_select(0, ranks.pair)
     came = _send_rows_to_experts(communicator, by_seat.index_select(0, blocks), ranks)
     sent, received = ([row[:each] for row in of_ranks] for of_ranks in sizes)
-    here, counts_here = [list(map(sum, zip(*received, strict=True)))], received_counts[:, :each].sum(0, keepdim=True)
-    local = _place_rows((), *_list_chosen(came != 0, max_experts_per_token), (counts_here, here, here))
-    more = Copies(ranks, came.unsqueeze(1), blocks, which, taken)
-    return local._replace(sent=ranks.sent, given=[*chain(*sent)], copies=more)
+    rows_by_seat = [list(map(sum, zip(*received, strict=True)))]
+    numbers = received_counts[:, :each].sum(0, keepdim=True), rows_by_seat, rows_by_seat
+    local = _place_rows((), *_list_chosen(came != 0, max_experts_per_token), numbers)
+    copies_of_tokens = Copies(ranks, came.unsqueeze(1), blocks, which, taken)
+    return local._replace(sent=ranks.sent, given=[*chain(*sent)], copies=copies_of_tokens)
 
 
 def _list_chosen(goes: Tensor, most: int) -> tuple[Tensor, Tensor]:

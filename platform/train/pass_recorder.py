@@ -145,7 +145,7 @@ class PassRecorder:
                 with torch.cuda.graph(graph, **how):
                     outputs = compute(inputs)
                     if action.kind is not Kind.FORWARD:
-                        self._weights.flush_gradients(action.chunk, action.kind is not Kind.INPUT)
+                        self._weights.end_backward_pass(action.chunk, action.kind is not Kind.INPUT)
         finally:
             self._communicator.clock, self.is_recording = clock, False
         return RecordedPass(graph, inputs, outputs, launches)

@@ -185,12 +185,12 @@ class RankWeights:
         for flat, users in self._list_buckets_of(chunk) if is_complete else ():
             if not flat.launched and (flat.bucket.zero >= 2 or (is_last_pass and not self._left & users)):
                 self._reduce_bucket(flat)
-        self.flush_gradients(chunk, is_complete)
+        self.end_backward_pass(chunk, is_complete)
         while is_complete and self._reducing:
             self._reducing.popleft().finish_pass_reduction()
 
-    def flush_gradients(self, chunk: int, is_complete: bool) -> None:
-        """Add to the sums what a model chunk's backward pass has computed; `is_complete`: weight gradients too."""
+    def end_backward_pass(self, chunk: int, is_complete: bool) -> None:
+        """End a model chunk's backward pass in its buckets: add up its gradients, of weights too if `is_complete`."""
         for flat, _ in self._list_buckets_of(chunk):
             flat.end_backward_pass() if is_complete else flat.end_input_gradient_pass()
 

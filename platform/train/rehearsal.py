@@ -96,7 +96,7 @@ def _run_first_passes(trainer: Trainer, step: int, row: Sequence[Action]) -> Sum
 
         def note_backward(action: Action, done: int | None) -> None:
             """Note what a backward action has summed; `done`: the chunk it ends."""
-            trainer.weights.flush_gradients(action.chunk, action.kind is not Kind.INPUT)
+            trainer.weights.end_backward_pass(action.chunk, action.kind is not Kind.INPUT)
             names = [flat.summed - known for flat in trainer.weights.trained]
             if not action.microbatch:
                 summed[action.chunk, action.kind] = names
@@ -111,8 +111,8 @@ def _run_first_passes(trainer: Trainer, step: int, row: Sequence[Action]) -> Sum
 
 
 def _record_passes_of_length(trainer: Trainer, step: int, row: Sequence[Action], pools: Pools) -> str:
-    """Record passes in a `row` of training step `step` over sequences of the present length; return why that fails. It
-    runs no collective, in which others might not take part."""
+    """Record passes in a `row` of training step `step` over sequences of the present length; return why that fails.
+    Recording runs no collective, in which others might not take part."""
     recorded, passes, weights = trainer.list_recorded_microbatches(row), trainer.passes, trainer.weights
     summed = _run_first_passes(trainer, step, row)
     for names in summed.values() if recorded[0] else ():
