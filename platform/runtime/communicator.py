@@ -109,7 +109,7 @@ def drop_block_padding(x: Tensor, dim: int, parts: Parts) -> Tensor:
     return torch.cat([x.narrow(dim, at, n) for at, n in zip(begins, parts.extents, strict=False)], dim)
 
 
-def _multiply_rows(x: Tensor, matrix: Tensor) -> Tensor:
+def multiply_rows(x: Tensor, matrix: Tensor) -> Tensor:
     """Return the product of x [rows.., contracted] and a matrix [contracted, columns], as one of two matrices."""
     return (x.flatten(0, -2) @ matrix).view(*x.shape[:-1], matrix.shape[1])
 
@@ -201,11 +201,13 @@ class Launch:
 
 
 class _Route(NamedTuple):
-    """Axes of more than one rank in mesh order, a rank's group along them, and the name under which bytes count."""
+    """Axes of more than one rank in mesh order, a rank's group along them, the name under which bytes count, and the
+    elements that the group moves for each one of a rank's input."""
 
     axes: tuple[str, ...]
     group: tuple[int, ...]
     label: str
+    traffic: int
 
 
 class Launched(NamedTuple):
@@ -278,7 +280,8 @@ class Communicator(ABC):
     is the first member, so that the sum over ranks is the total. `clock` books the time spent waiting for collectives.
     `launched`: axes or peer -> number of collectives or messages so far, alike on all members. `log`: if a list,
     collects every launch. `lent`: layer -> lent experts of this step. `posts_early`: a receive may be posted long
-    before its send without holding up anything else."""
+    before its send without holding up anything else. `shared_memory`: axes -> the name of the group along them, whose
+    GPUs read each other's memory in asynchronous products."""
 
     posts_early = False
 
@@ -293,6 +296,7 @@ class Communicator(ABC):
         self.log: list[Launch] | None = None
         self.lent: dict[str, Lent] = {}
         self.bound: dict[str, list[tuple[int, BoundCollective | None]]] = {}  # by the steps of a compiled block's turn
+        self.shared_memory: dict[tuple[str, ...], str] = {}
         self.trace: Any = None  # of the block that is traced, which records collectives in place of their launch
         self._aborting, self._aborted = threading.Lock(), False
         self._number = next(_NUMBERS)
@@ -339,7 +343,7 @@ class Communicator(ABC):
             step = RelayoutStep(op, tuple(axes), dim, joined)
             traced: ArrivedCollective = self.trace.launch(x, step, reduce, root, parts, joined_parts)
             return traced
-        axes, group, _ = self._routes.get((op, *axes)) or self._find_route(op, axes)
+        axes, group, *_ = self._routes.get((op, *axes)) or self._find_route(op, axes)
         n = len(group)
         is_root = group[root] == self.rank
         if parts or joined_parts:
@@ -365,8 +369,8 @@ class Communicator(ABC):
     ) -> BoundCollective:
         """Return the collective `op` of so many elements along `axes` as a compiled block launches it again and again:
         its result has this `shape`, or is written over a copy of its input (None)."""
-        axes, group, label = self._find_route(op, axes)
-        moved = TRAFFIC[op](len(group), elements) * itemsize
+        axes, group, label, traffic = self._find_route(op, axes)
+        moved = traffic * elements * itemsize
         how, entry = (axes, group, reduce, root), Launch(op, axes, group, elements)
         return BoundCollective(entry, how, shape, moved, label if self.rank == group[0] else "")
 
@@ -377,13 +381,14 @@ class Communicator(ABC):
 
     def _count_launch(self, op: str, axes: Sequence[str], elements: int, itemsize: int, name: str = "") -> Launched:
         """Count, and log, one collective `op` along `axes` of which a rank's input has so many elements; return it."""
-        axes, group, label = self._routes.get((op, *axes)) or self._find_route(op, axes)
-        moved = TRAFFIC[op](len(group), elements) * itemsize
+        axes, group, label, traffic = self._routes.get((op, *axes)) or self._find_route(op, axes)
+        moved = traffic * elements * itemsize
         if self.rank == group[0]:
             self.moved[label] += moved
         if self.log is not None:
             self.log.append(Launch(op, axes, group, elements))
-        return Launched(name or op, op, axes, moved, -1, self._next_launch_number(axes))
+        self.launched[axes] = number = self.launched.get(axes, 0) + 1
+        return Launched(name or op, op, axes, moved, -1, number)
 
     def gather_and_multiply(
         self, x: Tensor, matrices: Sequence[Tensor], axes: Sequence[str], dim: int
@@ -393,20 +398,32 @@ class Communicator(ABC):
         if self.trace:
             traced: tuple[Tensor, Sequence[Tensor]] = self.trace.gather_and_multiply(x, matrices, axes, dim)
             return traced
+        if tuple(axes) in self.shared_memory:
+            gathered, *products = self._multiply_parts("all_gather", x, matrices, axes, dim)
+            return gathered, products
         gathered = self.launch("all_gather", x, axes, dim).wait()
-        return gathered, [_multiply_rows(gathered, matrix) for matrix in matrices]
+        return gathered, [multiply_rows(gathered, matrix) for matrix in matrices]
 
     def multiply_and_scatter(self, x: Tensor, matrix: Tensor, axes: Sequence[str], dim: int) -> Tensor:
         """Return this rank's part, along `dim`, of the sum of the ranks' products of x and a matrix, by one scatter."""
         if self.trace:
             traced: Tensor = self.trace.multiply_and_scatter(x, matrix, axes, dim)
             return traced
-        return self.launch("reduce_scatter", _multiply_rows(x, matrix), axes, dim, owned=True).wait()
+        if tuple(axes) in self.shared_memory:
+            return self._multiply_parts("reduce_scatter", x, [matrix], axes, dim)[0]
+        return self.launch("reduce_scatter", multiply_rows(x, matrix), axes, dim, owned=True).wait()
+
+    def _multiply_parts(
+        self, op: str, x: Tensor, matrices: Sequence[Tensor], axes: Sequence[str], dim: int
+    ) -> Sequence[Tensor]:
+        """Return x gathered by `op` and its products, or the rank's part of one, multiplied as parts come or leave."""
+        raise AssertionError("no memory is shared here")
 
     def _find_route(self, op: str, axes: Sequence[str]) -> _Route:
         """Return, and keep for later launches, where this rank's collectives `op` along `axes` go."""
         ordered = self.mesh.order_axes(axes)
-        route = _Route(ordered, self.mesh.group_of_rank(self.rank, ordered), collective_label(op, ordered))
+        group = self.mesh.group_of_rank(self.rank, ordered)
+        route = _Route(ordered, group, collective_label(op, ordered), TRAFFIC[op](len(group), 1))
         return self._routes.setdefault((op, *axes), route)
 
     def launch_all_to_allv(
@@ -416,7 +433,7 @@ class Communicator(ABC):
         the next `sent[i]` rows go to member i, from which `received[i]` come, this rank's own among them; the handle's
         `wait` returns these, in the order of the members. Each rank counts the bytes that it sends to others."""
         op, input_buffer = "all_to_allv", x.contiguous()
-        axes, group, label = self._routes.get((op, *axes)) or self._find_route(op, axes)
+        axes, group, label, _ = self._routes.get((op, *axes)) or self._find_route(op, axes)
         row, rows_sent_away = prod(x.shape[1:]), sum(sent) - sent[group.index(self.rank)]
         moved = rows_sent_away * row * x.element_size()
         self.moved[label] += moved

@@ -16,7 +16,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from platform.plan.layout import Mesh
+from platform.plan.rule import JOIN
+from platform.runtime.communicator import Launched
 from platform.runtime.host_memory import TIMEOUT, HostMemory, connect_timeout
 from platform.runtime.progress import PROGRESS, open_sockets
 
@@ -115,6 +117,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _SHARED_BEFORE = set[str]()  # names of groups by which this process has shared memory of its GPU with others
 
 
+@cache
 def _fused_operations() -> Any:
     """Return torch's operations that are products and collectives at once, loaded by those alone who run them."""
     import torch.distributed._symmetric_memory  # noqa: F401  (registers them)
@@ -183,8 +186,6 @@ class ProcessGroups(HostMemory):
                 groups_by_members[members] = self._create_groups(members)
             self._groups[tuple(axes)] = groups_by_members[members]
         self._messages: dict[dist.ProcessGroup, GlooMessages] = {}
-        # axes along whose groups GPUs may read each other's memory, for torch's fused operations
-        self._axes_of_shared_memory = set[tuple[str, ...]]()
         self._lines: Lines = {}
         self._lines |= (
             self._create_nccl_stage_groups(neighbours) if self._nccl else self._find_gloo_stage_groups(list(neighbours))
@@ -230,14 +231,14 @@ class ProcessGroups(HostMemory):
         """Open the connections of NCCL's groups along axes too. Raises RuntimeError if one has too many ranks."""
         with self.suspend_counting():
             # NCCL makes one group of all ranks of a split that give one colour, and torch's colours are hashes.
-            for axes in self._groups if self._nccl else ():
+            for axes, group in self._groups.items() if self._nccl else ():
                 asked = torch.ones(2, device=self.device)
                 asked[1] = len(_SHARED_BEFORE)
                 size, shared = self.read_numbers(self.launch("all_reduce", asked, axes).wait())
                 # torch names shared memory by its group, and numbers it in each process: no rank of a group may have
                 # shared any in an earlier mesh, and all decide by the same sum
-                if not shared:
-                    self._axes_of_shared_memory.add(axes)
+                if group and not shared:
+                    self.shared_memory[axes] = group.group_name
                 if size != (ranks := self.mesh.count_ranks(axes)):
                     raise RuntimeError(f"{size:.0f} ranks are in the group along {axes} of {ranks}")
         super().open_stage_connections(neighbours)
@@ -269,42 +270,30 @@ class ProcessGroups(HostMemory):
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
         return work.wait if self._nccl else partial(self._wait_unless_aborted, work)
 
-    def gather_and_multiply(self, x, matrices, axes, dim):
-        """Gather x, multiplied part by part by torch's fused operation where GPUs read each other's memory."""
-        if self.trace or (name := self._find_symmetric_group(axes)) is None:
-            return super().gather_and_multiply(x, matrices, axes, dim)
-        run = partial(_fused_operations().fused_all_gather_matmul, x.contiguous(), list(matrices), dim, name)
-        return self._run_counted("all_gather", x, axes, x.numel(), run)
+    def _multiply_parts(self, op, x, matrices, axes, dim):
+        """Multiply by torch's fused operation, in the stream that computes, counted as `launch` counts a collective."""
+        x, fused, name, is_gather = x.contiguous(), _fused_operations(), self.shared_memory[tuple(axes)], op in JOIN
+        if is_gather:
+            columns, run = x.shape[-1], partial(fused.fused_all_gather_matmul, x, list(matrices), dim, name)
+        else:
+            [matrix] = matrices
+            columns, run = matrix.shape[1], partial(fused.fused_matmul_reduce_scatter, x, matrix, "sum", dim, name)
+        _SHARED_BEFORE.add(name)
+        what = self._count_launch(op, axes, x.numel() // x.shape[-1] * columns, x.element_size())
+        results = self._time_product(what, x, run) if self.clock.detailed else run()
+        return [*map(Tensor.contiguous, (results[0], *results[1]) if is_gather else (results,))]
 
-    def multiply_and_scatter(self, x, matrix, axes, dim):
-        """Multiply x, and sum and scatter the product part by part by torch's fused operation, where GPUs can."""
-        if self.trace or (name := self._find_symmetric_group(axes)) is None:
-            return super().multiply_and_scatter(x, matrix, axes, dim)
-        run = partial(_fused_operations().fused_matmul_reduce_scatter, x.contiguous(), matrix, "sum", dim, name)
-        return self._run_counted("reduce_scatter", x, axes, x.numel() // x.shape[-1] * matrix.shape[1], run)
-
-    def _run_counted(self, op: str, x: Tensor, axes: Sequence[str], elements: int, run: Callable[[], T]) -> T:
-        """Return what `run` does, as one with products: the collective `op` of so many elements of x's type, counted as
-        `launch` counts it."""
+    def _time_product(self, what: Launched, x: Tensor, run: Callable[[], T]) -> T:
+        """Return what `run` does, a product of x that is one with the collective `what`, whose time the clock notes."""
         results = list[T]()
 
         def start() -> Callable[[], None]:
             """Launch the operation in the stream that computes; return a function that has a stream wait for it."""
             results.append(run())
-            timed = x.is_cuda and self.clock.detailed
-            return torch.cuda.current_stream().record_event().wait if timed else lambda: None
+            return torch.cuda.current_stream().record_event().wait if x.is_cuda else lambda: None
 
-        what = self._count_launch(op, axes, elements, x.element_size())
         self._issue_collective(what, start, x, lambda: x).wait()
         return results[0]
-
-    def _find_symmetric_group(self, axes: Sequence[str]) -> str | None:
-        """Return the name of the group along `axes` for torch's fused operations; None where they cannot run."""
-        if (ordered := tuple(self.mesh.order_axes(axes))) not in self._axes_of_shared_memory:
-            return None
-        assert (group := self._groups[ordered]), "a rank multiplies along axes where it has a group"
-        _SHARED_BEFORE.add(group.group_name)
-        return group.group_name
 
     def _start_all_to_allv(self, x, out, sent, received, axes):
         """Start an exchange of rows in the group along `axes`."""

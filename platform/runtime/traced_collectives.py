@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from math import prod
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -43,9 +44,11 @@ _LIBRARY.define("launch(Tensor x, Tensor after, int number, str what, int[] shap
 _LIBRARY.define("wait(Tensor x, Tensor after, int number, int[] shape) -> Tensor")
 _LIBRARY.define("take_turn(Tensor[] xs, Tensor after, str steps) -> Tensor[]")
 _LIBRARY.define(
-    "gather_and_multiply(Tensor x, Tensor[] matrices, Tensor after, str axes, int dim, int members) -> Tensor[]"
+    "gather_and_multiply(Tensor x, Tensor[] matrices, Tensor after, str steps, str axes, int dim) -> Tensor[]"
 )
-_LIBRARY.define("multiply_and_scatter(Tensor x, Tensor matrix, Tensor after, str axes, int dim, int members) -> Tensor")
+_LIBRARY.define(
+    "multiply_and_scatter(Tensor x, Tensor matrix, Tensor after, str steps, str axes, int dim, int members) -> Tensor"
+)
 _LIBRARY.define("border(Tensor after, Tensor[] before) -> Tensor")
 _LIBRARY.define("operand(Tensor x) -> Tensor")
 _LIBRARY.define("copy_after(Tensor x, Tensor after) -> Tensor")
@@ -145,22 +148,26 @@ def _bind_steps(communicator: Communicator, steps: str) -> list[tuple[int, Bound
     ]
 
 
-def _gather_and_multiply(x, matrices, after, axes, dim, members):
-    """Return what `Communicator.gather_and_multiply` does, of the running block's ranks: x and its products."""
-    if communicator := _RUNNING.communicator:
-        _note_waits(communicator)
-        gathered, products = communicator.gather_and_multiply(x, matrices, axes.split("+"), dim)
-        return [y.contiguous() for y in (gathered, *products)]
-    rows = [n * (members if i == dim else 1) for i, n in enumerate(x.shape[:-1])]
-    return [x.new_zeros(*rows, n) for n in (x.shape[-1], *(m.shape[1] for m in matrices))]
+def _gather_and_multiply(x, matrices, after, steps, axes, dim):
+    """Return what `Communicator.gather_and_multiply` does, of the running block's ranks: x and its products; gathered
+    by the launch and the wait of `steps` where the transport multiplies no parts."""
+    if (communicator := _RUNNING.communicator) and (axes,) in communicator.shared_memory:
+        return communicator._multiply_parts("all_gather", x, matrices, (axes,), dim)
+    parts, _ = _take_turn((x, x), after, steps)
+    gathered = parts.movedim(0, dim).flatten(dim, dim + 1)
+    rows, results = gathered.flatten(0, -2), [gathered]
+    for matrix in matrices:
+        results.append((rows @ matrix).view(*gathered.shape[:-1], -1))
+    return results
 
 
-def _multiply_and_scatter(x, matrix, after, axes, dim, members):
+def _multiply_and_scatter(x, matrix, after, steps, axes, dim, members):
     """Return what `Communicator.multiply_and_scatter` does, of the running block's ranks: a part of their sum."""
-    if communicator := _RUNNING.communicator:
-        _note_waits(communicator)
-        return communicator.multiply_and_scatter(x, matrix, axes.split("+"), dim).contiguous()
-    return x.new_zeros(*(n // (members if i == dim else 1) for i, n in enumerate(x.shape[:-1])), matrix.shape[1])
+    if (communicator := _RUNNING.communicator) and (axes,) in communicator.shared_memory:
+        return communicator._multiply_parts("reduce_scatter", x, [matrix], (axes,), dim)[0]
+    rows = (x.flatten(0, -2) @ matrix).view(*x.shape[:-1], -1)
+    parts = rows.unflatten(dim, (members, -1)).movedim(dim, 0)
+    return _take_turn((parts, parts), after, steps)[0]
 
 
 def _border(after, before):
@@ -297,17 +304,24 @@ class CollectiveTrace:
         self, x: Tensor, matrices: Sequence[Tensor], axes: Sequence[str], dim: int
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Record `Communicator.gather_and_multiply`."""
-        how = "+".join(axes), dim, self._communicator.mesh.count_ranks(axes)
-        self.launches += 1
-        self.last, *products = torch.ops.platform.gather_and_multiply(x, list(matrices), self.last, *how)
+        shape = self._communicator.mesh.count_ranks(axes), *x.shape
+        steps = self._describe_turn("all_gather", x, axes, x.numel(), shape)
+        self.last, *products = torch.ops.platform.gather_and_multiply(x, list(matrices), self.last, steps, *axes, dim)
         return self.last, products
 
     def multiply_and_scatter(self, x: Tensor, matrix: Tensor, axes: Sequence[str], dim: int) -> Tensor:
         """Record `Communicator.multiply_and_scatter`."""
-        how = "+".join(axes), dim, self._communicator.mesh.count_ranks(axes)
-        self.launches += 1
-        self.last = torch.ops.platform.multiply_and_scatter(x, matrix, self.last, *how)
+        shape, members = [*x.shape[:-1], matrix.shape[1]], self._communicator.mesh.count_ranks(axes)
+        elements, shape[dim] = prod(shape), shape[dim] // members
+        steps = self._describe_turn("reduce_scatter", x, axes, elements, shape)
+        self.last = torch.ops.platform.multiply_and_scatter(x, matrix, self.last, steps, *axes, dim, members)
         return self.last
+
+    def _describe_turn(self, op: str, x: Tensor, axes: Sequence[str], elements: int, shape: Sequence[int]) -> str:
+        """Count a launch; return the steps of `take_turn` that launch a product's collective and wait for it."""
+        number, self.launches = self.launches, self.launches + 1
+        how = json.dumps((op, axes, "sum", 0, elements, x.element_size(), shape))
+        return json.dumps([(number, how, shape), (number, shape)])
 
 
 class _TracedHandle(ArrivedCollective):

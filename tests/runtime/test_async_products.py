@@ -280,8 +280,8 @@ def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
 def test_negative_control_parts_in_another_order(broken, monkeypatch):
     """Parts that are joined along another dim, or product parts that are not summed."""
     if broken == "dim":
-        multiply = communicators._multiply_rows
-        monkeypatch.setattr(communicators, "_multiply_rows", lambda x, m: multiply(x.flip(0), m))
+        multiply = communicators.multiply_rows
+        monkeypatch.setattr(communicators, "multiply_rows", lambda x, m: multiply(x.flip(0), m))
     else:
         scatter = Communicator.multiply_and_scatter
         monkeypatch.setattr(Communicator, "multiply_and_scatter", lambda *given: scatter(*given) * 0.5)

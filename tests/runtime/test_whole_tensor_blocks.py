@@ -6,16 +6,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from platform.boundary.refusals import ConfigError
 from platform.predict.make_plan import make_plan
-from platform.runtime import compilation, compiled_blocks, parallel_ops, traced_collectives
+from platform.runtime import compilation, compiled_blocks, parallel_ops, process_groups, traced_collectives
 from platform.runtime.clock import SectionClock
 from platform.runtime.communicator import Communicator
 from platform.runtime.pipeline import StageFailed
+from platform.runtime.process_groups import ProcessGroups
 from tests.harness.oracle import CONF, MODELS, compare, examine, read, run, serial, trainer_of
 from tests.harness.threads import ThreadGroups
 from tests.runtime.test_compiled_block import APART, FROZEN, TUNE, calls_of
@@ -217,14 +220,33 @@ class Alone(Communicator):
     all_gather_texts = collect_numbers = broadcast_text = transfer = exchange = None
 
 
-def calls_of_a_layer(plan) -> tuple[int, int]:
+class Sharing(Alone):
+    """A rank whose products run as one with their collectives, as those of GPUs that read each other's memory."""
+
+    _multiply_parts, _time_product = ProcessGroups._multiply_parts, ProcessGroups._time_product
+
+    def __init__(self, mesh, rank):
+        super().__init__(mesh, rank)
+        self.shared_memory = {(axis,): axis for axis in mesh.axes}
+
+
+def multiply_gathered(x, matrices, dim, name):
+    gathered = torch.cat([x, x], dim)
+    return gathered, [gathered @ matrix for matrix in matrices]
+
+
+def multiply_half(x, matrix, reduce, dim, name):
+    return (x @ matrix).chunk(2, dim)[0]
+
+
+def calls_of_a_layer(plan, rank=Alone) -> tuple[int, int]:
     """Calls of Python functions of the platform, one of the transport for each collective among them, and collectives,
     of a layer and microbatch more."""
     counted = {}
     for layers, microbatches in product((1, 2), (1, 2)):
         sequences = {"global_batch": 4 * microbatches * plan.get("data", 1), "microbatch": 4}
         c = compiling(**{**plan, "layers": layers, **sequences})
-        trainer = trainer_of(c, whole := make_plan(c), alone := Alone(whole.mesh, 0))
+        trainer = trainer_of(c, whole := make_plan(c), alone := rank(whole.mesh, 0))
         for step in (1, 2):
             trainer.step(step)
         alone.started = 0
@@ -249,6 +271,47 @@ def test_python_calls_of_a_layer(scheme, made):
     print(f"{scheme}: {calls} calls, {collectives} collectives")
     assert made and all(made), "no block is whole"
     assert calls <= 150
+
+
+FUSED = SimpleNamespace(fused_all_gather_matmul=multiply_gathered, fused_matmul_reduce_scatter=multiply_half)
+ASYNCHRONOUS = ["1d_sp", "3d", "3d_literal"]
+CASES = [(scheme, rank) for scheme in ASYNCHRONOUS for rank in (Alone, Sharing)]
+
+
+def calls_of_async_products(scheme, rank, monkeypatch) -> tuple[int, int]:
+    monkeypatch.setattr(process_groups, "_fused_operations", lambda: FUSED)
+    axes = dict.fromkeys(read("tensor", scheme)["order"], 2)
+    return calls_of_a_layer({"tensor": scheme, "axes": axes, "async_products": "on"}, rank)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rank"),
+    [pytest.param(*case, marks=() if case == ("1d_sp", Sharing) else pytest.mark.full) for case in CASES],
+)
+def test_python_calls_of_a_layer_with_async_products(scheme, rank, made, monkeypatch):
+    """Those of products that wait for their collectives, and those of products that are one with them."""
+    calls, collectives = calls_of_async_products(scheme, rank, monkeypatch)
+    print(f"{scheme}: {calls} calls, {collectives} collectives that are launched by themselves")
+    assert made and all(made)
+    code = made[-1].functions.forward.graph.code
+    assert "gather_and_multiply" in code or "multiply_and_scatter" in code
+    assert calls <= 150
+
+
+@pytest.mark.parametrize("scheme", sorted({*SHIPPED} - {*ASYNCHRONOUS}))
+def test_no_other_scheme_may_have_async_products(scheme):
+    axes = dict.fromkeys(read("tensor", scheme).get("order", ()), 2)
+    with pytest.raises(ConfigError, match="async_products"):
+        make_plan(compiling(**{"tensor": scheme, "axes": axes, **PLANNED.get(scheme, {}), **ONE}, async_products="on"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [Alone, Sharing])
+def test_negative_control_calls_of_async_products_one_by_one(rank, monkeypatch):
+    """Products whose collectives are followed each by itself exceed what a layer may call."""
+    monkeypatch.setattr(SectionClock, "is_followed", True)
+    monkeypatch.setattr(SectionClock, "set_detailed", lambda clock, _: setattr(clock, "detailed", True))
+    assert calls_of_async_products("3d", rank, monkeypatch)[0] > 150
 
 
 @pytest.mark.full
