@@ -8,7 +8,9 @@ multiplied. Nothing else of a plan changes: it has the same conversions, collect
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from platform.plan.model_types import Parameter
 from platform.plan.operation_plan import Einsum, EinsumGroup, PlannedOperation
@@ -19,17 +21,16 @@ from platform.plan.rule import Conversion
 def fuse_products(plan: Plan) -> Plan:
     """Return the plan with each group of einsums that can be one with its collective marked so (`fuses`)."""
 
-    def fuse_operation(o: PlannedOperation) -> PlannedOperation:
-        """Return a planned operation with its groups marked; itself if none is."""
-        groups = tuple(_fuse_group(plan, o, group) for group in o.groups)
-        return replace(o, groups=groups) if groups != o.groups else o
-
-    chunks = (
-        replace(chunk, operations={key: fuse_operation(o) for key, o in chunk.operations.items()})
-        for chunk in plan.chunks
-    )
+    fuse = partial(fuse_operation, are_neighbours=partial(_are_neighbours, plan))
+    chunks = (replace(chunk, operations={key: fuse(o) for key, o in chunk.operations.items()}) for chunk in plan.chunks)
     shorter = {length: fuse_products(other) for length, other in plan.shorter.items()}
     return replace(plan, chunks=tuple(chunks), shorter=shorter)
+
+
+def fuse_operation(o: PlannedOperation, are_neighbours: Callable[[list[str]], bool]) -> PlannedOperation:
+    """Return a planned operation with its groups marked, itself if none is; weights of several are `are_neighbours`."""
+    groups = tuple(_fuse_group(o, group, are_neighbours) for group in o.groups)
+    return replace(o, groups=groups) if groups != o.groups else o
 
 
 def list_fused_axes(plan: Plan) -> list[str]:
@@ -38,7 +39,7 @@ def list_fused_axes(plan: Plan) -> list[str]:
     return list(plan.mesh.order_axes({axis for c in conversions if c for axis in c.forward[0].axes}))
 
 
-def _fuse_group(plan: Plan, o: PlannedOperation, group: EinsumGroup) -> EinsumGroup:
+def _fuse_group(o: PlannedOperation, group: EinsumGroup, are_neighbours: Callable[[list[str]], bool]) -> EinsumGroup:
     """Return a group of einsums marked with the end whose collective is one with its products, if there is one."""
     weights = [o.operation.inputs[1 + e.index] for e in group.einsums]
     multiplies_weights = all(isinstance(w, Parameter) for w in weights) and all(map(_is_matrix_product, group.einsums))
@@ -47,7 +48,7 @@ def _fuse_group(plan: Plan, o: PlannedOperation, group: EinsumGroup) -> EinsumGr
     if "rows" in group.x_dims or any("vocab" in e.out_dims for e in group.einsums):  # the loss takes chunks of logits
         return group
     first, *others = group.einsums
-    if others and not (group.can_join_operands and _are_neighbours(plan, [w.name for w in weights])):  # type: ignore[union-attr]
+    if others and not (group.can_join_operands and are_neighbours([w.name for w in weights])):  # type: ignore[union-attr]
         return group
     rows = first.num_row_dims
     if _is_one_move(group.x, "all_gather", "reduce_scatter", rows):

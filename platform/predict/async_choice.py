@@ -21,10 +21,10 @@ KEY = "tensor.async_products"
 _Reasons = tuple[tuple[str, Callable[[Config, Plan, Plan], object]], ...]  # of the plan that waits, and the fused one
 
 
-def goes_on_after_deaths(config: Config, plan: Plan) -> bool:
+def goes_on_after_deaths(config: Config, workers: int) -> bool:
     """Return True if survivors of a death form a mesh of a run again: fewer workers may go on, or others come."""
     e = config.elastic
-    return e.replace or e.spares > 0 or e.min_workers < plan.mesh.world_size
+    return e.replace or e.spares > 0 or e.min_workers < workers
 
 
 def _needs_others(config: Config, plan: Plan) -> bool:
@@ -52,6 +52,11 @@ def _gains_nothing(config: Config, plan: Plan, fused: Plan) -> bool:
     return step_price(config, fused, hardware).seconds >= step_price(config, plan, hardware).seconds
 
 
+def _ask_workers_of_plan(holds: Callable[[Config, int], object]) -> Callable[[Config, Plan, Plan], object]:
+    """Return a reason by a configuration and its number of workers as one by its plans."""
+    return lambda config, plan, _: holds(config, plan.mesh.world_size)
+
+
 # why no run can have asynchronous products; then why `auto` leaves them off: the first that holds is told
 _AGAINST: _Reasons = (
     ("its products are in 8 bits (precision)", lambda c, p, f: p.has_scaled_products),
@@ -61,16 +66,17 @@ _AGAINST: _Reasons = (
         lambda c, p, f: not list_fused_axes(f) and _needs_others(c, p),
     ),
 )
-_LEFT_OFF: _Reasons = (
-    (f"{KEY}=off", lambda c, p, f: c.tensor.async_products == "off"),
-    ("no GPU is asked for (cluster.gpu, cluster.device)", lambda c, p, f: device_kind(c) == "cpu"),
-    ("parallel.overlap=false", lambda c, p, f: not c.parallel.overlap),
-    ("train.graphs=on records passes without them", lambda c, p, f: c.train.graphs == "on"),
+_OF_RUN: tuple[tuple[str, Callable[[Config, int], object]], ...] = (  # by its configuration and number of workers
+    (f"{KEY}=off", lambda c, _: c.tensor.async_products == "off"),
+    ("no GPU is asked for (cluster.gpu, cluster.device)", lambda c, _: device_kind(c) == "cpu"),
+    ("parallel.overlap=false", lambda c, _: not c.parallel.overlap),
+    ("train.graphs=on records passes without them", lambda c, _: c.train.graphs == "on"),
     (
         "survivors of a death would not come back (elastic.replace, elastic.spares, elastic.min_workers)",
-        lambda c, p, f: goes_on_after_deaths(c, p),
+        goes_on_after_deaths,
     ),
 )
+_LEFT_OFF: _Reasons = tuple((reason, _ask_workers_of_plan(holds)) for reason, holds in _OF_RUN)
 # by the file of the hardware
 _FAR_APART: _Reasons = (
     ("torch's fused operations reach GPUs of one node, and its groups have several nodes", _leaves_nodes),
@@ -88,6 +94,13 @@ def reason_against_async_products(config: Config, plan: Plan) -> str:
     """Return why products of a run wait for their collectives, by its `plan` without fused ones; "" if none does."""
     chosen = config.tensor.async_products == "on"
     return _find_reason(_AGAINST + (_FAR_APART if chosen else _LEFT_OFF + _FAR_APART + _NO_GAIN), config, plan)
+
+
+def read_async_products(config: Config, workers: int) -> str:
+    """Return how products of a run of so many workers may be asynchronous: on, off, or auto if that is faster."""
+    if config.tensor.async_products == "on" or not any(holds(config, workers) for _, holds in _OF_RUN):
+        return config.tensor.async_products
+    return "off"
 
 
 def choose_async_products(config: Config, plan: Plan) -> Plan:
@@ -114,7 +127,9 @@ def describe_async_products(config: Config, plan: Plan) -> str:
 
 def warnings_of_async_products(config: Config, plan: Plan) -> list[str]:
     """Return what a user who asks for asynchronous products on GPUs has to know of deaths."""
-    if device_kind(config) == "cpu" or not list_fused_axes(plan) or not goes_on_after_deaths(config, plan):
+    if device_kind(config) == "cpu" or not list_fused_axes(plan):
+        return []
+    if not goes_on_after_deaths(config, plan.mesh.world_size):
         return []
     return [f"{KEY}=on: if a worker dies, the others of its groups are ended and replaced, not kept with their state"]
 

@@ -23,7 +23,9 @@ from platform.plan.layout import find_factorizations
 from platform.plan.model_types import NF4_UNITS
 from platform.plan.operations.recorder import Recorder
 from platform.plan.plan import base_precision
+from platform.plan.scheme import Scheme
 from platform.plan.step_collectives import may_compile, resolve_auto_kernels
+from platform.predict.async_choice import read_async_products
 from platform.predict.contenders import (
     AXIS,
     CHOOSABLE,
@@ -89,7 +91,7 @@ class ContenderGrid:
             {word: Offload(*self.space.measure_offload(word)) for word in {*list_offloads(c), c.optimizer.offload}},
             c.parallel.overlap, may_compile(c.train.compile, "cuda"),
             device_kind(c) == "cuda", read_bucket_size(c), [*NF4_UNITS][c.tune.double],
-            read_narrow_gathers(c),
+            read_narrow_gathers(c), read_async_products(c, self.workers),
         )  # fmt: skip
 
     @cached_property
@@ -276,16 +278,26 @@ class ContenderGrid:
         composed_scheme = compose_config_scheme(config, 4, kind)
         axes = tuple(a for a, n in composed_scheme.mesh_axes(4).items() if n > 1)
         how = choose_quantised_products(c)
-        if (key := repr((c.model, c.tune, how, composed_scheme))) not in _SKETCHES:
-            if len(_SKETCHES) >= MOST_SKETCHES:
-                _SKETCHES.clear()
-            _SKETCHES[key] = sketch_model(c.model, composed_scheme, axes, self._alike_layers, how, c.tune)
-        by_axis, sketch = self._columns_by_axis(axes, columns), _SKETCHES[key]
+        may_fuse = how is None and self.search_circumstances.async_products != "off"
+        sketch, fused = (
+            self._sketch_once(composed_scheme, axes, how, fuses) if fuses <= may_fuse else None
+            for fuses in (False, True)
+        )
+        by_axis = self._columns_by_axis(axes, columns)
         legal = np.flatnonzero(sketch.mask_legal(by_axis) & sketch.mask_batch(by_axis)) if sketch else np.array([], int)
         if not sketch or not len(legal):
             return None, legal
         compare = partial(self._compare_with_meter, start, sketch, axes, several)
-        return Estimator(sketch, self.search_circumstances, axes, _select_rows(by_axis, legal), compare), legal
+        return Estimator(sketch, self.search_circumstances, axes, _select_rows(by_axis, legal), compare, fused), legal
+
+    def _sketch_once(self, scheme: Scheme, axes: tuple[str, ...], how: tuple | None, fuses: bool) -> Sketch | None:
+        """Return the sketch of the searched model; arguments as of `sketch_model`, which makes each of them once."""
+        c = self.space.config
+        if (key := repr((c.model, c.tune, how, scheme, fuses))) not in _SKETCHES:
+            if len(_SKETCHES) >= MOST_SKETCHES:
+                _SKETCHES.clear()
+            _SKETCHES[key] = sketch_model(c.model, scheme, axes, self._alike_layers, how, c.tune, fuses)
+        return _SKETCHES[key]
 
     def _compare_with_meter(
         self, start: Contender, sketch: Sketch, axes: tuple[str, ...], several: Mapping[str, int], recompute: str,

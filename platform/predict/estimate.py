@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from platform.plan.model_types import NF4_UNITS
+from platform.plan.operations.experts import share_of_copies
 from platform.plan.plan import ITEMSIZE
 from platform.plan.quantisation import ROLES
 from platform.plan.schedule import place_layers
@@ -27,8 +28,9 @@ from platform.predict.sketch import PARAMETERS, SIDES, Columns, Sketch
 from platform.predict.work import CALLS_OF_BLOCK, CALLS_OF_KERNEL, FUSED_BACKWARD, SUMMED, MatrixProduct
 
 FEW = 4  # layers of a model from whose last one the bytes of deeper ones follow
-TIMED = SIDES[0], "fused", "summed", "touched", "rebuilt", "collective", "ahead", "quantised"  # numbers that take time
-LAUNCHED = {"products": (1, 2), "fused": (1, 3)}  # kernels of both passes, where not one reads and writes
+# numbers that take time
+TIMED = SIDES[0], "fused", "summed", "touched", "rebuilt", "collective", "ahead", "beside", "quantised"
+KERNELS_OF_ATTENTION = 1, 3  # in both passes
 COMPUTING, WAITING, AHEAD, KERNELS = range(4)  # rows of sums of passes
 TRAINED, _, QUANTISED = PARAMETERS
 
@@ -74,8 +76,8 @@ class Circumstances:
     (`moments`), what each value of optimizer.offload moves (`offloads`), whether collectives of parameters go on beside
     computation (`overlap`), whether blocks are compiled where they can be (`compiles`), whether devices have libraries
     that reserve memory, MiB of gradients in a bucket, None if the links say (`bucket_mib`), elements that are together
-    in 4 bits (`unit`), and whether ZeRO-3 gathers weights in 8 bits (`narrow_gathers`: on, off, or the faster
-    way: auto)."""
+    in 4 bits (`unit`), and whether ZeRO-3 gathers weights in 8 bits (`narrow_gathers`), and products are one with
+    their collectives (`async_products`): on, off, or the faster way: auto."""
 
     hardware: Hardware
     precision: str
@@ -90,6 +92,7 @@ class Circumstances:
     bucket_mib: int | None
     unit: int
     narrow_gathers: str
+    async_products: str = "off"
 
 
 @lru_cache(maxsize=1 << 12)
@@ -150,8 +153,10 @@ class Estimator:
         axes: tuple[str, ...],
         columns: Columns,
         find_quotients: Callable[[str, int], PassBytes] = lambda *_: USUAL,
+        fused: Sketch | None = None,
     ):
-        """Evaluate all numbers of a sketch for all contenders."""
+        """Evaluate all numbers of a sketch for all contenders, and of the one with products that are `fused`."""
+        self._fused = Estimator(fused, setting, axes, columns) if fused else None
         self.setting, self.axes, self.columns, self.find_quotients = setting, axes, columns, find_quotients
         self.kinds, self.numbers = sketch.numbers.kinds, sketch.numbers.evaluate_columns(columns)
         self.layer, self.whole = sketch.numbers.layer, sketch.numbers.whole
@@ -181,17 +186,18 @@ class Estimator:
         node_ranks = prod((self._ranks_by_axis[a][1] for a in axes), start=np.ones_like(size))
         return price.group_seconds(op, size, self._group_size(axes), node_ranks, self.setting.hardware)
 
-    def _price_number(self, i: int) -> tuple[int, Any, Any]:
-        """Return which row of `_pass_sums` a number is of, and its seconds in the forward and the backward pass."""
+    def _price_number(self, i: int) -> Sequence[tuple[int, Any, Any]]:
+        """Return which rows of `_pass_sums` a number is of, and its seconds in the forward and the backward pass."""
         kind, number, h, size = self.kinds[i], self.numbers[i], self.setting.hardware, self.size["compute"]
         if kind.what == SIDES[0]:
             product, count = MatrixProduct(*self.numbers[i : i + len(SIDES)]), self.numbers[i + len(SIDES)]
-            products = zip(ROLES, (product, *product.gradient_products), strict=True)
-            forward, *backward = (self._product_seconds(p, role in kind.narrow) for role, p in products)
-            return COMPUTING, count * forward, count * sum(backward[: 1 if kind.frozen else 2])
-        if kind.what in ("collective", "ahead"):
-            seconds, is_forward = self.collective_seconds(kind.op, kind.axes, number * size), kind.phase == "forward"
-            return AHEAD if kind.what == "ahead" else WAITING, seconds * is_forward, seconds * (not is_forward)
+            products = dict(zip(ROLES, (product, *product.gradient_products), strict=True))
+            by_role: dict[str, Any] = {r: self._product_seconds(products[r], r in kind.narrow) for r in kind.roles}
+            forward = by_role.pop("forward", 0.0)
+            return [(COMPUTING, count * forward, count * sum(by_role.values()))]
+        if kind.what in ("collective", "ahead", "beside"):
+            rows, is_forward = self._price_collective(i), kind.phase == "forward"
+            return [(row, seconds * is_forward, seconds * (not is_forward)) for row, seconds in rows]
         if kind.what == "fused":
             seconds, times = (
                 number / (h.peak_flops(self.setting.precision) * h.reached.attention),
@@ -203,7 +209,28 @@ class Estimator:
             seconds, times = bytes_seconds(number * SUMMED, h) * (self._num_microbatches > 1), (0.0, 1.0)
         else:
             seconds, times = bytes_seconds(number * size, h), kind.times
-        return COMPUTING, times[0] * seconds, times[1] * seconds
+        return [(COMPUTING, times[0] * seconds, times[1] * seconds)]
+
+    def _price_collective(self, i: int) -> Sequence[tuple[int, Any]]:
+        """Return the rows of `_pass_sums` of a collective, with its seconds: of what products hide the slowing."""
+        kind, number = self.kinds[i], self.numbers[i]
+        if kind.copies:
+            number = number * self._share_of_copies(*kind.copies)
+        seconds = self.collective_seconds(kind.op, kind.axes, number * self.size["compute"])
+        if kind.what != "beside":
+            return [(AHEAD if kind.what == "ahead" else WAITING, seconds)]
+        *roles, _ = ROLES
+        in_8_bits, each = roles[kind.phase == "backward"] in kind.narrow, len(SIDES) + 1
+        under = self.numbers[i + 1 : i + 1 + kind.beside * each].reshape(kind.beside, each, -1)
+        multiplying = sum(count * self._product_seconds(MatrixProduct(*sides), in_8_bits) for *sides, count in under)
+        share = 1 - kind.in_parts / self._group_size(kind.axes)
+        hidden = np.minimum(seconds, multiplying) * share * self.setting.overlap
+        return [(WAITING, seconds - hidden), (COMPUTING, self.setting.hardware.interference * hidden)]
+
+    def _share_of_copies(self, axes: tuple[str, ...], experts: int, chosen: int) -> Column:
+        """Return what a token's copies are of its `chosen` experts, which lie along `axes`, for each contender."""
+        ranks, places = np.unique(self._group_size(axes).astype(int), return_inverse=True)
+        return np.array([share_of_copies(experts, experts // n, chosen) for n in ranks.tolist()])[places]
 
     def _product_seconds(self, p: MatrixProduct, in_8_bits: bool) -> Column:
         """Return the seconds of a product of every contender, whose sizes are columns."""
@@ -233,12 +260,21 @@ class Estimator:
         often, sums = np.array([*weights.values()]), np.zeros((4, len(weights), 2, len(self.stages)))
         for i, kind in enumerate(self.kinds):
             if kind.what in TIMED:
-                row, *seconds = self._price_number(i)
-                for phase in (0, 1):
-                    sums[row, :, phase] += often[:, i, None] * seconds[phase]
-        launched = [LAUNCHED.get(kind.what) or [n > 0 for n in kind.times] for kind in self.kinds]
-        sums[KERNELS] += (often @ np.array(launched, dtype=float))[:, :, None]
+                for row, *seconds in self._price_number(i):
+                    for phase in (0, 1):
+                        sums[row, :, phase] += often[:, i, None] * seconds[phase]
+            kernels = self._count_kernels(i)
+            for phase in (0, 1):
+                sums[KERNELS, :, phase] += often[:, i, None] * kernels[phase]
         return {name: sums[:, k] for k, name in enumerate(weights)}
+
+    def _count_kernels(self, i: int) -> tuple[Any, Any]:
+        """Return the kernels that a number stands for in the forward and the backward pass."""
+        kind = self.kinds[i]
+        if kind.what == "products":
+            is_forward = "forward" in kind.roles
+            return is_forward * self.numbers[i], (len(kind.roles) - is_forward) * self.numbers[i]
+        return KERNELS_OF_ATTENTION if kind.what == "fused" else (kind.times[0] > 0, kind.times[1] > 0)
 
     @once_each
     def _sum_passes(self, repeated: Repeated, is_split: bool) -> tuple[NDArray, NDArray]:
@@ -449,12 +485,27 @@ class Estimator:
         longer = self._device_seconds(passes + beside * share * self.stages, moved) - self._device_seconds(passes)
         return costs.maxima * share + m * longer.sum(axis=0) / self.stages
 
+    def _mode_seconds(self, mode: Contender) -> Column:
+        """Return the seconds of a step of every contender in a mode, with asynchronous products where it has them."""
+        passes = mode.kind, mode.chunks, Repeated(mode.recompute, mode.recompute_every, mode.mlp_chunks)
+        seconds = self._passes_seconds(*passes)
+        seconds = seconds + self._parameter_seconds(mode.zero, mode.chunks, mode.offload, mode.recompute)
+        if not self._fused or mode.mlp_chunks > 1:
+            return seconds
+        fused, is_auto = self._fused._mode_seconds(mode), self.setting.async_products == "auto"
+        return np.where(self._fused._shares_nodes & (not is_auto or fused < seconds), fused, seconds)
+
+    @cached_property
+    def _shares_nodes(self) -> NDArray[np.bool_]:
+        """Return which contenders' products that are one with collectives have these within a node."""
+        axes = {axis for kind in self.kinds if kind.in_parts for axis in kind.axes}
+        near = [ranks == inside for ranks, inside in (self._ranks_by_axis[axis] for axis in axes)]
+        return np.logical_and.reduce([np.full(len(self.stages), bool(near)), *near])
+
     def estimate_contenders(self, mode: Contender, rows: NDArray[np.intp]) -> tuple[Column, Column]:
         """Return the estimated seconds of a step, and bytes of the neediest worker, of contenders `rows` in a mode."""
         repeated = Repeated(mode.recompute, mode.recompute_every, mode.mlp_chunks)
-        parameters = mode.zero, mode.chunks, mode.offload
-        seconds = self._passes_seconds(mode.kind, mode.chunks, repeated)
-        seconds = seconds[rows] + self._parameter_seconds(*parameters, mode.recompute)[rows]
+        parameters, seconds = (mode.zero, mode.chunks, mode.offload), self._mode_seconds(mode)[rows]
         memory = self._activation_bytes(mode.kind, mode.chunks, repeated)[rows] + self._stage_state(*parameters)[rows]
         at_once = mode.recompute_every if mode.recompute == "full" else 1  # layers, whose gradients come together
         memory = memory + at_once * self._parameter_costs(mode.zero, mode.offload).whole[rows]

@@ -16,28 +16,32 @@ from platform.config.groups import Tune
 from platform.model import build_model
 from platform.model.tuning import find_adapters
 from platform.plan.adapters import adapter_sizes, can_quantise
+from platform.plan.async_products import fuse_operation
 from platform.plan.chunks import axes_of_replication, find_recordings
 from platform.plan.gathered_tiles import find_gathered_tiles
 from platform.plan.layout import Mesh, base_axis, pad_to_multiple
 from platform.plan.model_types import Adapter, Operation, Parameter, Recompute, Spec
-from platform.plan.operation_plan import Collective, PlannedOperation
+from platform.plan.operation_plan import Collective, EinsumGroup, PlannedOperation
 from platform.plan.operations.fused_attention import hides_most
 from platform.plan.operations.pointwise import keeps_hidden_rows_local
 from platform.plan.operations.recorder import Recorder, Symbol
 from platform.plan.operations.registry import OPERATIONS, Ops
 from platform.plan.plan_builder import ALIGNED, PlannedOperations, settle_planner
 from platform.plan.planner import Planner
-from platform.plan.quantisation import mark_quantised
+from platform.plan.quantisation import ROLES, mark_quantised
 from platform.plan.rule import partial_axes
 from platform.plan.scheme import REPLICAS, Scheme
 from platform.predict.work import (
     MatrixProduct,
     accesses_to_rebuild,
     attention_flops,
+    divide_products,
     even_sent_share,
     even_share_of_planned_rows,
     even_share_of_planned_rows_of_spec,
     find_accessed_spec,
+    find_axes_of_experts,
+    list_collectives_beside,
     list_group_products,
 )
 
@@ -62,10 +66,12 @@ class Quantity(NamedTuple):
     of attention; elements of weights whose gradients are `summed` over microbatches; elements that are `touched` so
     often in the forward and the backward pass (`times`), or there to be `rebuilt`, `kept` for the latter, of the
     `stream` between blocks, of PARAMETERS, or of a `collective` (`op`, in a `phase`) over `axes`, which goes `ahead`
-    if it is a weight's. A stream is replicated over its `axes`. `inside`: part of attention, done again with
+    if it is a weight's, or `beside` so many different products, of which SIDES and number follow: all of it, or but for
+    one of its `in_parts`. A stream is replicated over its `axes`. `inside`: part of attention, done again with
     recompute=selective; `again`: done again with recompute=full; `hidden`: done again if feed-forward layers are in
-    chunks of rows; `frozen`: a product whose weight takes no gradient; `narrow`: ROLES of it that are products in 8
-    bits; `tiled`: a weight that ZeRO-3 can gather in 8 bits."""
+    chunks of rows; `roles`: ROLES of products that are computed; `narrow`: ROLES of products in 8 bits; `tiled`:
+    a weight that ZeRO-3 can gather in 8 bits; `copies`: axes, of whose ranks each gets a token once, number of experts,
+    and how many a token chooses."""
 
     what: str
     axes: tuple[str, ...] = ()
@@ -75,7 +81,10 @@ class Quantity(NamedTuple):
     inside: bool = False
     again: bool = True
     hidden: bool = False
-    frozen: bool = False
+    roles: tuple[str, ...] = ()
+    beside: int = 0
+    in_parts: bool = False
+    copies: tuple[tuple[str, ...], int, int] | None = None
     narrow: tuple[str, ...] = ()
     tiled: bool = False
 
@@ -202,11 +211,13 @@ def sketch_model(
     alike: Mapping[int, int] | None = None,
     quantise: tuple | None = None,
     tune: Tune = UNTUNED,
+    fuses: bool = False,
 ) -> Sketch | None:
     """Return the sketch of a configured model under a scheme whose `axes`, of replicas and contexts too, all have two
     ranks; None if no plan of it is legal. `config`, `tune`: groups of a configuration; `alike`: numbers of
     layers, each with how many of those behind the first one are like it; by default all are like the second;
-    `quantise`: arguments of `mark_quantised`, if products are in 8 bits."""
+    `quantise`: arguments of `mark_quantised`, if products are in 8 bits; `fuses`: True if products that can be are one
+    with their collectives."""
     adapters = find_adapters(config, tune, build_model(config))
     alike = {number: n for number, n in (alike or {1: config.layers - 1}).items() if n}
     of_first, operations = (
@@ -229,7 +240,7 @@ def sketch_model(
             _build_probe_planner(config, scheme, axes, grown, adapter_sizes(adapters), frozen)
             for grown in (None, *variables)
         )
-        planners = [settle_planner(probe, plannable, None)[:2] for probe in probes]
+        planners = [_settle_probe(probe, plannable, fuses) for probe in probes]
         by_chunks = _computes_by_chunks(plannable, planners[0][1])
         for o in operations:
             more_layers = deeper[o.nameless_key]
@@ -249,12 +260,22 @@ def sketch_model(
     if any(planner.layout(t).find_conflict() for o in operations for t in (*o.inputs, *o.outputs)):
         return None
     arrays = [np.array(numbers, dtype=float) for numbers in (values, exponents, whole, layer)]
-    is_traceable = quantise is None and all(
-        OPERATIONS[o.kind].is_traceable
-        and not (OPERATIONS[o.kind].keys_input >= 0 and hides_most("cuda", config.length, o["window"], o["begins"]))
-        for o in operations
-    )
+    is_traceable = quantise is None and all(_can_trace(o, config.length) for o in operations)
     return Sketch(Monomials(tuple(kinds), variables, *arrays), splits, batch, is_traceable)
+
+
+def _can_trace(o: Operation, length: int) -> bool:
+    """Return True if a compiler can trace an operation of sequences of this length."""
+    op = OPERATIONS[o.kind]
+    return op.is_traceable and not (op.keys_input >= 0 and hides_most("cuda", length, o["window"], o["begins"]))
+
+
+def _settle_probe(probe: Planner, operations: Sequence[Operation], fuses: bool) -> tuple[Planner, PlannedOperations]:
+    """Plan a model's operations on a probe's mesh; return its planner and them, asynchronous if they `fuses`."""
+    planner, planned, _ = settle_planner(probe, operations, None)
+    if not fuses:
+        return planner, planned
+    return planner, {key: fuse_operation(o, lambda _: True) for key, o in planned.items()}
 
 
 def _build_probe_planner(
@@ -295,11 +316,10 @@ def _iterate_quantities(
         return
     planned = planned_operations[o.kind, o.name]
     if planned.groups:
-        for (product, frozen, narrow), count in _count_products(planner, planned).items():
-            sides = zip(SIDES, product[: len(SIDES)], strict=True)
-            how = {"again": not planned.once, "frozen": frozen, "narrow": narrow}
-            yield from ((Quantity(side, **how), size) for side, size in sides)  # type: ignore[arg-type]
-            yield Quantity("products", again=not planned.once), count
+        for (product, roles, narrow), count in _count_products(planner, planned).items():
+            how = {"again": not planned.once, "roles": roles, "narrow": narrow}
+            numbers = zip((*SIDES, "products"), (*product[: len(SIDES)], count), strict=True)
+            yield from ((Quantity(what, **how), number) for what, number in numbers)  # type: ignore[arg-type]
         for group in (g for g in planned.groups if planned.rebuilds_input(g)):
             rebuilt = prod(group.x.before) * even_share_of_planned_rows(planner, o)
             yield Quantity("rebuilt", times=(0, accesses_to_rebuild(o))), rebuilt
@@ -320,16 +340,34 @@ def _iterate_quantities(
         what = PARAMETERS[planner.is_frozen(p) * (1 + (quantises and can_quantise(p)))]
         tiled = p.name in find_gathered_tiles(planner, [planned], {p.name: p}, ()).tiles
         yield Quantity(what, axes, again=False, tiled=tiled), prod(planner.local_shape(p))
+    yield from _iterate_quantities_of_collectives(planner, planned)
+
+
+def _iterate_quantities_of_collectives(planner: Planner, planned: PlannedOperation) -> Iterator[tuple[Quantity, float]]:
+    """Yield the numbers of a planned operation's collectives, each with its kind."""
+    o, mesh = planned.operation, planner.mesh
     ahead, results = Counter(_weight_collectives(planner, planned)), Counter(planned.results if planned.once else ())
+    beside = [
+        (c, products, group)
+        for group in planned.groups
+        for c, products, _ in list_collectives_beside(planner, o, group)
+    ]
     for c in planned.collectives:
         ahead[c] -= (goes := ahead[c] > 0)
         results[c] -= (is_left_out := results[c] > 0)
         if c.dtype != "compute" or c.op == "rotate":
             continue
-        elements = c.elements * even_sent_share(planner, o, c, by_pair=True)  # copies are no power of the ranks
+        elements = c.elements * even_sent_share(planner, o, c, by_pair=True)
         axes = tuple(map(base_axis, mesh.order_axes(c.axes)))
-        kind = Quantity("ahead" if goes else "collective", axes, c.op, c.phase)
-        yield kind._replace(again=not is_left_out), elements
+        kind = Quantity("ahead" if goes else "collective", axes, c.op, c.phase, again=not is_left_out)
+        if c.op == "all_to_allv" and OPERATIONS[o.kind].moves_rows:  # copies are no power of the ranks
+            divided = tuple(map(base_axis, mesh.order_axes(find_axes_of_experts(planner, o))))
+            kind = kind._replace(copies=(divided, planner.sizes["experts"], o["chosen"]))
+        if of_c := next((pair for pair in beside if pair[0] == c), None):
+            beside.remove(of_c)
+            yield from _describe_collective_beside(kind, elements, *of_c[1:])
+        else:
+            yield kind, elements
         if c.op == "all_gather":
             what = "kept" if c.phase == "forward" and planner.scheme.gathered == "keep" else "pending"
             if what == "kept" or not goes:
@@ -338,15 +376,36 @@ def _iterate_quantities(
                 yield Quantity(what), -c.elements
 
 
+def _describe_collective_beside(
+    kind: Quantity, elements: float, products: Sequence[MatrixProduct], group: EinsumGroup
+) -> Iterator[tuple[Quantity, float]]:
+    """Yield the number of a collective's elements, and sizes of the products of a group that it goes beside."""
+    counted, narrow = Counter(products), _list_narrow_roles(group)
+    yield kind._replace(what="beside", beside=len(counted), in_parts=bool(group.fuses), narrow=narrow), elements
+    for product, count in counted.items():
+        yield from ((Quantity("under"), size) for size in (*product[: len(SIDES)], count))
+
+
+def _list_narrow_roles(group: EinsumGroup) -> tuple[str, ...]:
+    """Return the ROLES of a group's products that are in 8 bits."""
+    return scaled.products if (scaled := group.einsums[0].scaled) else ()
+
+
 def _count_products(
     planner: Planner, planned: PlannedOperation
-) -> Counter[tuple[MatrixProduct, bool, tuple[str, ...]]]:
-    """Return the products of an operation on a rank, whether their weights are frozen, and ROLES of them in 8 bits."""
-    return Counter(
-        (p, group.is_frozen, scaled.products if (scaled := group.einsums[0].scaled) else ())
-        for group in planned.groups
-        for p in list_group_products(planner, planned.operation, group)
-    )
+) -> Counter[tuple[MatrixProduct, tuple[str, ...], tuple[str, ...]]]:
+    """Return the products of an operation on a rank, ROLES in which each is computed, and ROLES of it in 8 bits."""
+    counted = Counter[tuple[MatrixProduct, tuple[str, ...], tuple[str, ...]]]()
+    for group in planned.groups:
+        parts, count = divide_products(planner, planned.operation, group)
+        whole, narrow = list_group_products(planner, planned.operation, group), _list_narrow_roles(group)
+        of_both, of_weights = tuple(ROLES)[:2], tuple(ROLES)[2 : 2 + (not group.is_frozen)]
+        if count == 1:
+            counted.update((product, of_both + of_weights, narrow) for product in whole)
+            continue
+        counted.update([(part, of_both, narrow) for part in parts] * count)
+        counted.update((product, of_weights, narrow) for product in whole if of_weights)
+    return counted
 
 
 def _weight_collectives(planner: Planner, planned: PlannedOperation) -> Iterator[Collective]:

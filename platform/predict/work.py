@@ -367,9 +367,14 @@ def even_sent_share(planner: Planner, o: Operation, c: Collective, by_pair: bool
     if not OPERATIONS[o.kind].moves_rows:  # lent experts, which are as many as planned
         return 1.0
     spec, experts = next(_iterate_row_specs(o)), planner.sizes["experts"]  # of a rank's tokens, each once to each rank
-    experts_of_rank = experts // planner.mesh.count_ranks(planner.row_expert_axes(spec)["experts"])
+    experts_of_rank = experts // planner.mesh.count_ranks(find_axes_of_experts(planner, o))
     share = 1 if by_pair else share_of_copies(experts, experts_of_rank, o["chosen"])
     return _even_rows(planner, spec) / c.rows * share
+
+
+def find_axes_of_experts(planner: Planner, o: Operation) -> Sequence[str]:
+    """Return the mesh axes that split the experts to which an operation sends rows."""
+    return planner.row_expert_axes(next(_iterate_row_specs(o)))["experts"]
 
 
 def _operation_work(
@@ -440,21 +445,14 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool, chunks:
     groups = [g for g in planned.groups if rebuilds and planned.rebuilds_input(g)]
     rebuilt = [_bytes_to_rebuild(plan, operation, g) for g in groups]
     for group in planned.groups:
-        shapes, fused = list_group_products(plan.planner, operation, group), group.fused_conversion
-        count = plan.mesh.count_ranks(fused.forward[0].axes) if fused else chunks  # of the parts of a product
-        parts = [shape._replace(rows=-(-shape.rows // count)) for shape in shapes]
+        shapes = list_group_products(plan.planner, operation, group)
+        parts, count = divide_products(plan.planner, operation, group, chunks)
         of_input = [part.gradient_products[0] for part in parts]
         forward += [_narrow_if_scaled(plan, group, product, "forward") for product in parts * count]
         backward += [_narrow_if_scaled(plan, group, product, "input") for product in of_input * count]
-        of_weights = () if group.is_frozen else shapes if fused else parts * count
+        of_weights = () if group.is_frozen else shapes if group.fuses else parts * count
         backward += [_narrow_if_scaled(plan, group, shape.gradient_products[1], "weight") for shape in of_weights]
-        if fused:
-            moves = plan.planner.collectives_of_conversion(fused)
-            of_both = tuple(parts * count), tuple(of_input * count)
-            beside += ((c, products, 1 - 1 / count) for c, products in zip(moves, of_both, strict=True))
-        elif _gathers_beside_input_gradient(group):
-            moves = plan.planner.collectives_of_conversion(replace(group.x, backward=()))
-            beside += ((replace(c, phase="backward"), tuple(of_input * count), 1.0) for c in moves)
+        beside += list_collectives_beside(plan.planner, operation, group, chunks)
         for e in group.einsums:
             other = operation.inputs[1 + e.index]
             if isinstance(other, Parameter):
@@ -469,6 +467,32 @@ def _product_work(plan: Plan, planned: PlannedOperation, rebuilds: bool, chunks:
         under = tuple(pair for pair in beside if pair[0].phase == phase)
         sides.append(Part(tuple(products), 0.0, written, len(products) + more_kernels, waits, begun, under))
     return sides[0], sides[1]
+
+
+def divide_products(
+    planner: Planner, operation: Operation, group: EinsumGroup, chunks: int = 1
+) -> tuple[list[MatrixProduct], int]:
+    """Return a part of each product of a group of einsums, by the ranks of its collective or by chunks, and a count."""
+    fused = group.fused_conversion
+    count = planner.mesh.count_ranks(fused.forward[0].axes) if fused else chunks
+    shapes = list_group_products(planner, operation, group)
+    return [shape._replace(rows=-(-shape.rows // count)) for shape in shapes], count
+
+
+def list_collectives_beside(
+    planner: Planner, operation: Operation, group: EinsumGroup, chunks: int = 1
+) -> list[Beside]:
+    """Return the collectives of a group of einsums that go beside its products: of an asynchronous product all but the
+    first part, and x where it is gathered again."""
+    parts, count = divide_products(planner, operation, group, chunks)
+    of_input = tuple(part.gradient_products[0] for part in parts) * count
+    if fused := group.fused_conversion:
+        moves = zip(planner.collectives_of_conversion(fused), (tuple(parts * count), of_input), strict=True)
+        return [(c, products, 1 - 1 / count) for c, products in moves]
+    if not _gathers_beside_input_gradient(group):
+        return []
+    gathers = planner.collectives_of_conversion(replace(group.x, backward=()))
+    return [(replace(c, phase="backward"), of_input, 1.0) for c in gathers]
 
 
 def _gathers_beside_input_gradient(group: EinsumGroup) -> bool:
