@@ -497,7 +497,7 @@ def list_collectives_beside(
 
 def _gathers_beside_input_gradient(group: EinsumGroup) -> bool:
     """Return True if the x of a group is gathered again, for gradients of weights, while its own is computed."""
-    in_turns = group.panels or "rows" in group.x_dims or any("vocab" in e.out_dims for e in group.einsums)
+    in_turns = group.panels or "rows" in group.x_dims
     return group.regathered and len(group.x.forward) == 1 and not in_turns
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from platform.plan.operation_plan import loss_chunk_rows
-from platform.runtime.communicator import Communicator
+from platform.runtime.communicator import ArrivedCollective, Communicator
 from platform.runtime.conversion import convert, is_absent_block
 from platform.runtime.einsum import Deferred
 from platform.runtime.products import add_product, local_einsum_function
@@ -461,8 +461,7 @@ class _Kept(torch.autograd.Function):
         communicator, group, (e,) = ctx.coming.communicator, ctx.coming.group, ctx.coming.group.einsums
         coming = convert(communicator, y, e.output.backward)
         (operand,) = ctx.coming.start_conversions([table], in_backward=True)
-        if group.regathered:
-            x = convert(communicator, x, group.x.forward).wait()
+        again = convert(communicator, x, group.x.forward) if group.regathered else ArrivedCollective(x)
         dbias = None
         if ctx.biased is not None:
             dbias = y.new_zeros(ctx.biased) if is_absent_block(y) else y.flatten(0, -2).sum(0).mul_(dloss)
@@ -472,6 +471,7 @@ class _Kept(torch.autograd.Function):
         arriving = convert(communicator, dx, group.x.backward, owned=True)
         if e.frozen:
             return arriving.wait(), None, dbias, None, None, None, None
+        x = again.wait()  # for the table's gradient alone: it comes while that of x is computed
         leaf, product = ctx.leaf, partial(local_einsum_function(e.x_dims, e.out_dims, e.dims), x * dloss, dy, None)
         if leaf is None:
             leaving = convert(communicator, product(), e.operand.backward, owned=True)

@@ -3,11 +3,12 @@ gradient of what the product has read is computed, and waited for behind it, in 
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from platform.predict.make_plan import make_plan
-from platform.runtime import einsum
+from platform.runtime import chunked_loss, einsum
 from platform.runtime.communicator import ArrivedCollective, CollectiveHandle
 from tests.harness.oracle import MODELS, trainer_of
 from tests.runtime.test_whole_tensor_blocks import Alone, compiling, fast, made
@@ -59,15 +60,17 @@ def of_function_by_function(monkeypatch, **how) -> int:
 
 
 def test_a_gather_of_weight_gradients_is_hidden_by_the_input_gradient(monkeypatch):
-    """Both of a layer."""
+    """Both of a layer, and the head's."""
     assert of_function_by_function(monkeypatch, gathered="keep") == 0
-    assert of_function_by_function(monkeypatch) == 2
+    assert of_function_by_function(monkeypatch) == 3
 
 
-def test_negative_control_a_gather_that_is_waited_for_at_once(monkeypatch):
-    convert = einsum.convert
-    monkeypatch.setattr(einsum, "convert", lambda *given, **how: ArrivedCollective(convert(*given, **how).wait()))
-    assert of_function_by_function(monkeypatch) == 0
+@pytest.mark.parametrize(("module", "hidden"), [(einsum, 1), (chunked_loss, 2)])
+def test_negative_control_a_gather_that_is_waited_for_at_once(module, hidden, monkeypatch):
+    """Of the layer, or of the head."""
+    convert = module.convert
+    monkeypatch.setattr(module, "convert", lambda *given, **how: ArrivedCollective(convert(*given, **how).wait()))
+    assert of_function_by_function(monkeypatch) == hidden
 
 
 def test_in_a_block_that_is_compiled_whole(made):
