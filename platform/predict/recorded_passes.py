@@ -2,7 +2,8 @@
 and why not the others. Planner, memory forecast and runtime ask here, and the plan's screen prints the reason.
 
 Passes beside which collectives run are computed as ever: the first of a step where ZeRO's gathers run under it, and the
-last under which gradients are reduced. Collectives inside of a pass, along axes of a tensor scheme, are recorded too.
+last under which gradients are reduced. Collectives inside of a pass are recorded too: along axes of a tensor scheme,
+and reductions of each microbatch's gradients (ZeRO-2).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from platform.plan.generators import SHIPPED
 from platform.plan.model_types import CROSS_ENTROPY
 from platform.plan.operations.registry import OPERATIONS
 from platform.plan.plan import Plan
-from platform.plan.schedule import Action, count_in_flight, is_in_order
+from platform.plan.schedule import Action, Kind, count_in_flight, is_in_order
 from platform.plan.simulate import lower_schedule
 from platform.plan.whole_blocks import counts_in_passes
 from platform.predict.choose_schedule import build_short_schedule
@@ -30,7 +31,8 @@ def list_recorded_microbatches(plan: Plan, overlap: bool, microbatches: int) -> 
     """Return the microbatches of a step whose passes can be recorded; with `overlap` collectives run beside others."""
     trained = [bucket for bucket in plan.buckets if not bucket.frozen]
     gathers = overlap and any(bucket.sharded for bucket in trained)
-    reduces = overlap and any(any(plan.reduction_steps(bucket)) for bucket in trained)
+    steps = map(plan.reduction_steps, trained)
+    reduces = overlap and any(last and not in_each_pass for in_each_pass, last in steps)
     return range(gathers, microbatches - reduces)
 
 
@@ -47,6 +49,14 @@ def _list_unbounded_rows(config: Config, plan: Plan) -> Sequence[Sequence[Action
     return lower_schedule(build_short_schedule(config, config.parallel.data, plan.microbatches))
 
 
+def _reduces_split_gradients(config: Config, plan: Plan) -> bool:
+    """Return True if gradients are reduced in each pass, and weight gradients have passes of their own."""
+    rows = (
+        lower_schedule(build_short_schedule(config, config.parallel.data, plan.microbatches)) if plan.zero > 1 else ()
+    )
+    return any(a.kind is Kind.WEIGHT for row in rows for a in row)
+
+
 # why no passes are recorded, and of which run that holds; the first is told
 _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
     ("train.graphs=off", lambda c, p: c.train.graphs == "off"),
@@ -58,7 +68,8 @@ _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
         f"more than {MOST_SLOTS} microbatches are in flight, each with graphs of its own",
         lambda c, p: any(max(count_in_flight(row).values()) > MOST_SLOTS for row in _list_unbounded_rows(c, p)),
     ),
-    ("each microbatch's gradients are reduced (parallel.zero)", lambda c, p: p.zero > 1),
+    ("each microbatch gathers weights (parallel.zero=3)", lambda c, p: p.zero > 2),
+    ("weight gradients that are reduced have passes of their own (parallel.zero=2)", _reduces_split_gradients),
     ("ranks make weights of 4 bits in its passes (tune=qlora)", lambda c, p: p.frees_weights),
     ("the host counts its experts' rows, or its attention's pairs", lambda c, p: counts_in_passes(p, "cuda")),
     ("the host reads where documents begin", lambda c, p: "begins" in p.reader_layouts),

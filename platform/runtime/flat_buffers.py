@@ -303,31 +303,41 @@ class FlatBucket:
         """Return the flat buffer of the bucket's gradients summed over microbatches, allocated on first use."""
         if self.sums is None:
             dtype = self._low if self.bucket.zero >= 2 else self._high
-            memory = self._lasting
+            memory = None if self.bucket.zero >= 2 else self._lasting
             if memory is None:
                 memory = torch.empty(self._elements, dtype=dtype, device=self._communicator.device)
             self.sums = memory
         return self.sums
 
     def keep_sums(self) -> None:
-        """Keep the sums of gradients in the same memory from now on, in all steps."""
-        self._lasting = self._gradient_sum_buffer()
+        """Keep the sums of gradients in the same memory from now on, in all steps: of a shard where each is reduced."""
+        if self.bucket.zero < 2:
+            self._lasting = self._gradient_sum_buffer()
+        elif self._lasting is None:
+            shard = self._elements // self.bucket.shards
+            self._lasting = torch.empty(shard, dtype=self._high, device=self._communicator.device)
 
     @property
     def summed(self) -> frozenset[str]:
-        """Return the names of the parameters whose gradients are in the sums."""
-        return frozenset(self._summed)
+        """Return the names of the parameters whose gradients are in the sums over microbatches."""
+        return frozenset(self._summed if self.reduced is None else self.compute)
 
     def note_replayed_gradients(self, names: Collection[str]) -> None:
         """Note that a recorded backward pass has run, after which gradients of `names` are in the sums."""
-        self._gradient_sum_buffer()
-        self._summed.update(names)
+        if self.bucket.zero < 2:
+            self._gradient_sum_buffer()
+            self._summed.update(names)
+        elif names:
+            self.keep_sums()
+            self.reduced = self._lasting
 
     def drop_sums(self) -> None:
-        """Drop the gradients of a step whose passes have failed."""
-        self.sums = self._coming = None
+        """Drop the gradients of a step whose passes have failed, and reductions that they have begun."""
+        self.sums = self._coming = self._reducing = None
         for names in (self._summed, self._held, self._came, self._taken):
             names.clear()
+        if self.bucket.zero >= 2:
+            self.note_replayed_gradients(self.compute)
 
     def _find_stretch(self, names: tuple[str, ...]) -> tuple[int, int]:
         """Return (start, stop) in the bucket's flat buffer of the adjacent parameters `names`, in this order."""
@@ -409,9 +419,11 @@ class FlatBucket:
     def finish_pass_reduction(self) -> None:
         """Wait for the reduction of one backward pass's gradients; add this rank's shard to the sum over passes."""
         if self._reducing is not None:
-            reduced_shard = self._reducing.wait().view(-1)
-            self.reduced = reduced_shard.to(self._high) if self.reduced is None else self.reduced.add_(reduced_shard)
-            self._reducing = None
+            shard, self._reducing = self._reducing.wait().view(-1), None
+            if self.reduced is not None:
+                self.reduced.add_(shard)
+            else:
+                self.reduced = shard.to(self._high) if self._lasting is None else self._lasting.copy_(shard)
 
     @torch.no_grad()
     def start_final_reduction(self) -> None:

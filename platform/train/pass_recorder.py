@@ -105,7 +105,7 @@ class PassRecorder:
             with self._communicator.clock.time_section("forward" if action.kind is Kind.FORWARD else "backward"):
                 self._replay(recorded_pass, tensors)
         if action.kind is not Kind.FORWARD:
-            self._weights.note_replayed_gradients(self._summed[chunk, action.kind])
+            self._weights.note_replayed_gradients(chunk, self._summed[chunk, action.kind])
         return {name: x.clone() for name, x in recorded_pass.outputs.items()}  # the slot's next pass overwrites them
 
     def _replay(self, recorded_pass: RecordedPass, tensors: Flow) -> None:

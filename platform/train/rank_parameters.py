@@ -150,12 +150,13 @@ class RankWeights:
         """Return parameter name -> this rank's gradient, summed over the step's microbatches but not yet over ranks."""
         return {n: g for flat in self.buckets for n, g in flat.gradient_sums().items()}
 
-    def begin_step(self, reduces_early: bool = True) -> None:
-        """Begin adding up gradients over a training step's backward passes. `reduces_early`: True if completed
-        gradients can be reduced before the end of a pass; False where weight gradients have passes of their own (zero
-        bubble)."""
-        self._early = reduces_early and self._overlap
+    def begin_step(self, is_unsplit: bool = True) -> None:
+        """Begin adding up gradients over a training step's backward passes. `is_unsplit`: True if completed gradients
+        can be reduced before the end of a pass; False where weight gradients have passes of their own (zero bubble)."""
+        self._early = is_unsplit and self._overlap
         self._left = {chunk.number for chunk in self._plan.chunks}
+        for flat in self.trained:
+            flat.launched = False
 
     def note_last_backward(self, chunk: int) -> None:
         """Note that a chunk's last backward pass of this training step begins: its gradients can be reduced early."""
@@ -182,22 +183,26 @@ class RankWeights:
             self.residency.end_pass()
         if is_last_pass:
             self._left.discard(chunk)
-        for flat, users in self._list_buckets_of(chunk) if is_complete else ():
-            if not flat.launched and (flat.bucket.zero >= 2 or (is_last_pass and not self._left & users)):
+        for flat, users in self._list_buckets_of(chunk) if is_complete and is_last_pass else ():
+            if not flat.launched and flat.bucket.zero < 2 and not self._left & users:
                 self._reduce_bucket(flat)
         self.end_backward_pass(chunk, is_complete)
+
+    def end_backward_pass(self, chunk: int, is_complete: bool) -> None:
+        """End a model chunk's backward pass: add up its gradients, and reduce what each pass does if `is_complete`."""
+        for flat, _ in self._list_buckets_of(chunk):
+            if is_complete and flat.bucket.zero >= 2 and not flat.launched:
+                self._reduce_bucket(flat)
+            flat.end_backward_pass() if is_complete else flat.end_input_gradient_pass()
         while is_complete and self._reducing:
             self._reducing.popleft().finish_pass_reduction()
 
-    def end_backward_pass(self, chunk: int, is_complete: bool) -> None:
-        """End a model chunk's backward pass in its buckets: add up its gradients, of weights too if `is_complete`."""
-        for flat, _ in self._list_buckets_of(chunk):
-            flat.end_backward_pass() if is_complete else flat.end_input_gradient_pass()
-
-    def note_replayed_gradients(self, summed: Sequence[Collection[str]]) -> None:
-        """Note that a recorded backward pass has run, which sums gradients of the parameters `summed`, by bucket."""
+    def note_replayed_gradients(self, chunk: int, summed: Sequence[Collection[str]]) -> None:
+        """Note that a chunk's recorded backward pass has run, which sums gradients of the parameters `summed`."""
         for flat, names in zip(self.trained, summed, strict=True):
             flat.note_replayed_gradients(names)
+        for flat, _ in self._list_buckets_of(chunk):
+            flat.launched |= flat.bucket.zero >= 2
 
     def _list_buckets_of(self, chunk: int) -> list[tuple[FlatBucket, set[int]]]:
         """Return the trained buckets on this rank that a model chunk reads, with all chunks that do."""

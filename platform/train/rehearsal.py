@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from platform.config.ramps import list_remaining_lengths, step_sample_range
-from platform.plan.schedule import Action, Kind, count_in_flight
+from platform.plan.schedule import Action, count_in_flight
 from platform.predict.memory_budget import has_room_for_graphs
 from platform.runtime.compilation import CompileTrial
 from platform.runtime.parallel_ops import ActivationWatch
@@ -96,12 +96,11 @@ def _run_first_passes(trainer: Trainer, step: int, row: Sequence[Action]) -> Sum
 
         def note_backward(action: Action, done: int | None) -> None:
             """Note what a backward action has summed; `done`: the chunk it ends."""
-            trainer.weights.end_backward_pass(action.chunk, action.kind is not Kind.INPUT)
+            accumulated(action, done)
             names = [flat.summed - known for flat in trainer.weights.trained]
             if not action.microbatch:
                 summed[action.chunk, action.kind] = names
             known.update(*names)
-            accumulated(action, done)
 
         return trainer.passes.build_lone_stage(forward, note_backward)
 
@@ -115,8 +114,8 @@ def _record_passes_of_length(trainer: Trainer, step: int, row: Sequence[Action],
     Recording runs no collective, in which others might not take part."""
     recorded, passes, weights = trainer.list_recorded_microbatches(row), trainer.passes, trainer.weights
     summed = _run_first_passes(trainer, step, row)
-    for names in summed.values() if recorded[0] else ():
-        weights.note_replayed_gradients(names)  # of the microbatch before
+    for (chunk, _), names in summed.items() if recorded[0] else ():
+        weights.note_replayed_gradients(chunk, names)  # of the microbatch before
     slots = count_in_flight(row)
     passes.recorder = PassRecorder(trainer.communicator, passes.ops, weights, slots, summed, pools)
 

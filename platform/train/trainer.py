@@ -440,7 +440,7 @@ class Trainer:
             enter_microbatch(m)
             passes.begin_chunk(chunks[chunk], "train", first + m * batch, end)
 
-        self.weights.begin_step(reduces_early)
+        self.weights.begin_step(is_unsplit)
         pipeline = build(forward, note_backward)
         if recorded and passes.recorder:
             pipeline.run_pass = partial(passes.recorder.run_pass, recorded, begin_recorded_pass)

@@ -65,6 +65,11 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "data": (2, {"data": 2, "dropout": 0.1}),
     "zero 1": (4, {"data": 2, "zero": 1, "microbatch": 1, "dropout": 0.1}),
     "zero 1, nothing beside": (4, {"data": 2, "zero": 1, "overlap": False}),
+    "zero 2": (6, {"data": 2, "zero": 2, "microbatch": 1, "dropout": 0.1}),
+    "zero 2, nothing beside": (4, {"data": 2, "zero": 2, "overlap": False}),
+    "zero 2, bf16": (6, {"data": 2, "zero": 2, "microbatch": 1, "precision": "bf16", **MODELS["gqa_tied"]}),
+    "zero 2, 1d": (6, {**T, "data": 2, "zero": 2, "microbatch": 1, "compile": "on"}),
+    "zero 2, interleaved": (12, {**INTERLEAVED, "data": 2, "zero": 2, "microbatch": 1}),
     "longer and longer": (8, {"length_ramp": ["0:8", "3:16"], **MODELS["llama"]}),
     "growing batch": (0, {"ramp_from": 2, "ramp_by": 2, "ramp_samples": 6}),
     "adapters": (4, {"microbatch": 4, "tune": {"kind": "lora", "rank": 4, "dropout": 0.1}}),
@@ -189,7 +194,7 @@ def differences(c: Config, replays: list[int] | None = None, infinite: int = -1)
     return found
 
 
-FEW = ("zero 1", "labels that differ", "1d_sp")
+FEW = ("zero 1", "zero 2", "labels that differ", "1d_sp")
 
 
 @pytest.mark.parametrize("plan", [*FEW, *(pytest.param(p, marks=pytest.mark.full) for p in PLANS if p not in FEW)])
@@ -265,6 +270,30 @@ def forget_sums(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FlatBucket, "note_replayed_gradients", lambda self, names: self._gradient_sum_buffer())
 
 
+def move_shards(patch: pytest.MonkeyPatch) -> None:
+    """Sums of what ranks have of reduced gradients lie where a step's first pass allocates them."""
+    finish = FlatBucket.finish_pass_reduction
+
+    def finish_elsewhere(self) -> None:
+        lasting, self._lasting = self._lasting, None
+        finish(self)
+        self._lasting = lasting
+
+    patch.setattr(FlatBucket, "finish_pass_reduction", finish_elsewhere)
+
+
+def reduce_again(patch: pytest.MonkeyPatch) -> None:
+    """The host does not know that a replayed pass has reduced its gradients."""
+    end = RankWeights.end_backward_pass
+
+    def forget_reductions(self, chunk, is_complete) -> None:
+        for flat in self.trained:
+            flat.launched = False
+        end(self, chunk, is_complete)
+
+    patch.setattr(RankWeights, "end_backward_pass", forget_reductions)
+
+
 def count_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """Sums of what routers choose are in other memory after each pass."""
     count = ParallelOps.count_routed
@@ -312,6 +341,8 @@ CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "data elsewhere": ("labels that differ", keep_inputs),
     "sums elsewhere": ("labels that differ", move_sums),
     "sums that are not known": ("labels that differ", forget_sums),
+    "sums of shards elsewhere": ("zero 2", move_shards),
+    "reductions that are not known": ("zero 2, nothing beside", reduce_again),
     "counts elsewhere, memory freed": ("experts", count_elsewhere),
     "launches that are not counted": ("1d_sp", forget_launches),
     "memory of two in flight": ("1f1b", share_memory),
@@ -347,8 +378,9 @@ def test_a_slot_has_one_microbatch_in_flight(monkeypatch):
         run(c, True)
 
 
+@pytest.mark.parametrize("plan", ["labels that differ", "zero 2, nothing beside"])
 @pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: torch.tensor([1.0, 2.0])], ids=["to", "from"])
-def test_passes_that_cannot_be_recorded_are_computed(read, monkeypatch):
+def test_passes_that_cannot_be_recorded_are_computed(read, plan, monkeypatch):
     """Numbers stay equal where `auto` may record and a pass turns out to read or write the host; `on` fails."""
 
     def watch(self, name, x, spec):
@@ -356,13 +388,29 @@ def test_passes_that_cannot_be_recorded_are_computed(read, monkeypatch):
         return x
 
     monkeypatch.setattr(ParallelOps, "watch", watch)
-    c = configured("labels that differ")
+    c = configured(plan)
     c.train.graphs = "auto"
     with pytest.warns(UserWarning, match="passes are not recorded.*operation not permitted when stream is capturing"):
         assert differences(c) == []
     c.train.graphs = "on"
     with pytest.raises(RuntimeError, match="train.graphs=on: .*capturing"):
         differences(c)
+
+
+@pytest.mark.filterwarnings("ignore:train.graphs")
+@pytest.mark.parametrize("plan", ["zero 2", "zero 2, nothing beside"])
+def test_a_backward_pass_that_cannot_be_recorded_drops_its_reductions(plan, monkeypatch):
+    """Numbers of the steps that follow stay equal to those of runs that record nothing."""
+    finish = FlatBucket.finish_pass_reduction
+
+    def read_shard(self) -> None:
+        torch.ones(1).sum().item()
+        finish(self)
+
+    monkeypatch.setattr(FlatBucket, "finish_pass_reduction", read_shard)
+    c, replays = configured(plan), []
+    c.train.graphs = "auto"
+    assert differences(c, replays) == [] and set(replays) == {0}
 
 
 @pytest.mark.filterwarnings("ignore:train.graphs")
@@ -508,7 +556,11 @@ def test_a_replayed_microbatch_is_launched_by_few_calls(monkeypatch):
 
 REASONS: list[tuple[str, list[str]]] = [
     ("train.graphs=off", ["train.graphs=off"]),
-    ("each microbatch's gradients are reduced", ["parallel.data=2", "parallel.zero=2"]),
+    ("each microbatch gathers weights", ["parallel.data=2", "parallel.zero=3"]),
+    (
+        "gradients that are reduced have passes of their own",
+        ["pipeline=zb_h1", "pipeline.stages=2", "parallel.data=2", "parallel.zero=2"],
+    ),
     ("ranks make weights of 4 bits", ["tune=qlora"]),
     ("the host counts its experts' rows", ["model.experts=4", "model.capacity_factor=0"]),
     ("the host reads where documents begin", ["data.document_mask=true"]),
@@ -536,9 +588,10 @@ def test_a_table_of_a_user_takes_microbatches_in_order(order, tmp_path):
 
 def test_memory_of_passes_in_flight():
     """Passes of 1f1b's first stage of four have four slots, each with its own working memory; the last one's have one;
-    two microbatches are computed beside them, as gradients are reduced and shards gathered."""
+    two microbatches are computed beside them, as gradients are reduced and shards gathered; one under ZeRO-2, which
+    reduces gradients in each pass."""
     keys = ["pipeline=1f1b", "pipeline.stages=4", "train.microbatch=1", "train.global_batch=16", "eval.every=0"]
-    for zero, beside in ((0, 1), (1, 2)):
+    for zero, beside in ((0, 1), (1, 2), (2, 1)):
         at = [f"parallel.zero={zero}", "parallel.data=2"]
         c = compose_config(["+experiment=one_gpu", "cluster.device=cuda", *keys, *at])
         plan = make_plan(c)
