@@ -50,6 +50,7 @@ from platform.plan.plan_summary import format_number, head_lines
 from platform.predict.async_choice import describe_async_products
 from platform.predict.choose_schedule import violations_of_kernel, violations_of_text_requests
 from platform.predict.memory_budget import predict_peak_bytes
+from platform.predict.pair_choice import describe_pairs
 
 if TYPE_CHECKING:
     from platform.checkpoint.catalogue import Selection
@@ -389,8 +390,9 @@ def list_start_lines(config: Config, plan: Plan, device: str) -> list[str]:
     placed_config = replace(config, cluster=replace(config.cluster, device=device))
     title, memory = head_lines(plan, 0)[0], format_number(predict_peak_bytes(placed_config, plan))
     size = f"{plan.parameter_count:,} parameters, {memory}B of memory for a worker"
-    products = describe_async_products(config, plan) if device == "cuda" else ""
-    return [f"{title}; {size}", *([products] if products else []), *(f"warning: {line}" for line in plan.warnings)]
+    lines = [describe_async_products(config, plan)] if device == "cuda" else []
+    lines += [describe_pairs(config, plan)] if device == "cuda" or plan.pairs_passes else []
+    return [f"{title}; {size}", *filter(None, lines), *(f"warning: {line}" for line in plan.warnings)]
 
 
 @contextmanager

@@ -708,6 +708,12 @@ class Train:
         " host; auto: on a GPU, where the update itself is launched early (optimizer.early) and the run allows it",
         ("auto", "off"),
     )
+    pair_passes: str = key(
+        "auto",
+        "run a forward pass with the backward pass of an earlier microbatch: each computes while the other waits for an"
+        " exchange of experts; auto: on GPUs, where a step is predicted to be shorter and memory has room",
+        ("auto", "on", "off"),
+    )
     attention_kernel: str = key(AUTO, "kernel of attention where one computes it; auto: torch chooses", KERNELS)
     mlp_chunks: int = key(
         1, "feed-forward layers: chunks of tokens, each with its inner activations, computed twice; 1 = whole, once;"

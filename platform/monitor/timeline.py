@@ -100,10 +100,11 @@ class Timeline:
         """Simulate a step's pipeline with each kind of action's mean time in the timeline; `ran`: actions per rank."""
         microbatches = 1 + max(event.action.microbatch for events in ran for event in events)
         schedule = next(s for s in self._schedules if s.microbatches == microbatches)
-        seconds: dict[Kind, list[float]] = defaultdict(list)
-        for event in (event for events in ran for event in events):
-            seconds[event.action.kind].append(event.end - event.start)
-        return simulate(schedule, {kind: fmean(durations) for kind, durations in seconds.items()})
+        seconds: dict[Kind, dict[tuple[int, Action], float]] = defaultdict(lambda: defaultdict(float))
+        for rank, events in enumerate(ran):
+            for event in events:  # several of an action that runs in turns with another
+                seconds[event.action.kind][rank, event.action] += event.end - event.start
+        return simulate(schedule, {kind: fmean(durations.values()) for kind, durations in seconds.items()})
 
     def _draw_picture(self) -> str:
         """Draw the timeline of the last step as SVG: the simulated schedule above the measured actions of one rank per

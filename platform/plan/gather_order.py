@@ -86,7 +86,7 @@ class ParameterPrefetcher(Generic[T]):
     def __init__(self, plan: Plan, start_gather: Callable[[Parameter, Conversion], T], on: bool = True):
         """Construct the starter of parameter gathers for all chunks of one stage's `plan`; arguments as in the
         class."""
-        self._start, self._coming = start_gather, dict[tuple[Use, bool], list[T]]()
+        self._start, self._coming = start_gather, dict[tuple[Use, bool, bool], list[T]]()
         self.again = False
         chunks = [list(find_fetches(chunk)) for chunk in plan.chunks]
         # chunks may share one (relative positions)
@@ -116,7 +116,7 @@ class ParameterPrefetcher(Generic[T]):
         """Return the parameters that the plan converts for a `use` that is due, in flight since an earlier matrix
         product or started now. `in_backward`: True in the backward pass."""
         self._start_gathers(self._order_of_pass(in_backward).together[use], in_backward)
-        return self._coming.pop((use, in_backward))
+        return self._coming.pop((use, in_backward, self.again))
 
     def start_next_gathers(self, use: Use, in_backward: bool = False) -> None:
         """Start the gathers that are planned beside the matrix product of `use`, whose own operands have arrived."""
@@ -129,8 +129,8 @@ class ParameterPrefetcher(Generic[T]):
     def _start_gathers(self, uses: Sequence[Use], in_backward: bool) -> None:
         """Start the planned gathers of parameters for `uses`, unless in flight; `in_backward`: in the backward pass."""
         for use in uses:
-            if (use, in_backward) not in self._coming:
-                self._coming[use, in_backward] = [self._start(p, conversion) for p, conversion in self._converted[use]]
+            if (key := (use, in_backward, self.again)) not in self._coming:  # a pass beside it may not run again
+                self._coming[key] = [self._start(p, conversion) for p, conversion in self._converted[use]]
 
 
 class _GatherOrder(NamedTuple):

@@ -9,6 +9,7 @@ gradient:
     1f1b         S - r - 1
     interleaved  2 (S - r - 1) + (C - 1) G; as 1f1b if C = 1
     zb_h1        S - r - 1 + (C - 1) G; weight gradients split off, each r steps later
+    in pairs     2 (S - r - 1) + (C - 1) G + 1, of 1f1b too; each forward pass after it runs with a backward pass
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -53,6 +55,20 @@ def build_interleaved_table(stages: int, chunks: int, microbatches: int) -> Rows
     order, group = _order_by_groups("interleaved", stages, chunks, microbatches)
     step = 2 if chunks > 1 else 1
     return [_build_row(s, stages, chunks, order, step * (stages - s - 1) + (chunks - 1) * group) for s in range(stages)]
+
+
+def build_paired_table(stages: int, chunks: int, microbatches: int) -> Rows:
+    """Generate the compute table of 1F1B, interleaved if there are several `chunks` per stage, in pairs: a forward pass
+    runs at once with the backward pass of an earlier microbatch (DeepSeek-V3, section 3.2.1; Megatron-Core's
+    overlap_moe_expert_parallel_comm). A pair hands on both results at its end, so that 1F1B's warm-up, too, has two
+    forward passes for each later stage; with one, neighbours would wait for each other in turn."""
+    order, group = _order_by_groups("interleaved", stages, chunks, microbatches)
+    rows = []
+    for stage in range(stages):
+        warmup = min(len(order), 2 * (stages - stage - 1) + (chunks - 1) * group + 1)
+        row, end = _build_row(stage, stages, chunks, order, warmup), 2 * len(order) - warmup
+        rows.append([replace(a, paired=warmup <= i < end) for i, a in enumerate(row)])
+    return rows
 
 
 def build_zb_h1_table(stages: int, chunks: int, microbatches: int) -> Rows:
@@ -129,7 +145,9 @@ SCHEDULES: dict[str, Generator] = {
     "interleaved": build_interleaved_table,
     "zb_h1": build_zb_h1_table,
 }
-SHIPPED, PROVEN = tuple(SCHEDULES), frozenset(SCHEDULES.values())  # tests validate the tables of these
+SHIPPED = tuple(SCHEDULES)
+PROVEN = frozenset((*SCHEDULES.values(), build_paired_table))  # tests validate the tables of these
+IN_PAIRS = ("none", "1f1b", "interleaved")  # schedules whose passes may run in pairs, as `build_paired_table` has them
 SETTLED = 8  # microbatches after which the sends in flight have reached their maximum
 
 

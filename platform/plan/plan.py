@@ -74,6 +74,8 @@ class Plan:
     `bucket_mib`: most MiB of gradients, as they are summed, in a bucket, unless one span of the model has more.
     `gathers_tiles`: ZeRO-3 gathers weights in 8 bits where it can.
     `turns`: every backward pass follows its forward pass at once, so that what both need can be kept.
+    `pairs_passes`: a forward pass runs at once with the backward pass of an earlier microbatch, under whose computation
+    it waits for its exchanges, and the other way around.
     `shorter`: plans of steps with shorter sequences (train.length_ramp), by length: the same ranks hold the same
     parameters, and activations have other shapes.
     """
@@ -104,6 +106,7 @@ class Plan:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     quantised: tuple[str, ...] = ()
     quantised_kind: str = NF4
+    pairs_passes: bool = False
     shorter: Mapping[int, Plan] = field(default_factory=dict)
 
     @cached_property

@@ -57,6 +57,7 @@ _LATER: dict[type, dict[str, Any]] = {
         "quantised_kind": NF4,
         "compiles_collectives": False,
         "gathers_tiles": False,
+        "pairs_passes": False,
     },
     Planner: {"frozen": ()},
     Scheme: {"diagonal": ()},

@@ -106,6 +106,7 @@ class RelayoutStep:
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "all_to_allv", "broadcast", "reduce",
                "scatter", "gather", "lend", "give_back")  # fmt: skip
+EXCHANGES = {"all_to_all", "all_to_allv"}  # of which each rank sends another part to each other one
 LENDING = ("lend", "give_back")  # whose launches are all_to_allv of the experts that are lent
 SPLIT = ("reduce_scatter", "scatter", "slice", "all_to_all")  # a dim of the block gets shorter
 JOIN = ("all_gather", "gather", "pad", "all_to_all")  # a dim of the block gets longer

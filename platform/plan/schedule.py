@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from math import inf
 
 
@@ -42,13 +42,15 @@ class Action:
     """Entry of one pipeline stage's row in a schedule: a pass, send or receive of one microbatch through one model
     chunk. `chunk` counts through the whole model: chunk 0 holds the embedding, the last one the loss.
 
-    `peer`: the other stage of a send or receive; None for compute actions.
+    `peer`: the other stage of a send or receive; None for compute actions. `paired`: a forward pass and the backward
+    pass behind it in the row, both paired, run at once.
     """
 
     kind: Kind
     microbatch: int
     chunk: int
     peer: int | None = None
+    paired: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         """Format this action of a pipeline schedule as chunk, kind and microbatch, such as `4B0`."""
@@ -115,6 +117,18 @@ def mark_completed_chunks(row: Sequence[Action]) -> Iterator[tuple[Action, int |
         yield action, action.chunk if last.get(action.chunk) == i else None
 
 
+def iterate_turns(row: Iterable[Action]) -> Iterator[tuple[Action, ...]]:
+    """Yield the turns of a stage's `row` in order: tuples of one action, or of the two of a pair, which run at once."""
+    actions = iter(row)
+    for action in actions:
+        yield tuple(islice(chain((action,), actions), 1 + action.paired))
+
+
+def has_pairs(row: Iterable[Action]) -> bool:
+    """Return True if some passes in a stage's `row` run in pairs."""
+    return any(action.paired for action in row)
+
+
 def count_in_flight(row: Iterable[Action]) -> dict[int, int]:
     """Return by chunk the most microbatches in flight at once in a stage's `row`: forward done, backward not."""
     ends, present, most = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}, Counter[int](), Counter[int]()
@@ -157,8 +171,9 @@ def result_of_action(action: Action) -> tuple[str, int, int]:
 
 def table(rows: Iterable[Iterable[Action]]) -> str:
     """Format the rows of a pipeline schedule as text, one line per stage, such as `stage 0 | 0F0 0F1 0B0 0B1`; an
-    action is written chunk, kind, microbatch."""
-    return "\n".join(f"stage {stage} | {' '.join(map(str, row))}" for stage, row in enumerate(rows))
+    action is written chunk, kind, microbatch, and a pair `0F1|0B0`."""
+    turns = (" ".join("|".join(map(str, turn)) for turn in iterate_turns(row)) for row in rows)
+    return "\n".join(f"stage {stage} | {actions}" for stage, actions in enumerate(turns))
 
 
 def place_layers(costs: Sequence[float], chunks: int) -> list[range]:

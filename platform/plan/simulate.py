@@ -21,6 +21,7 @@ from platform.plan.schedule import (
     Kind,
     Schedule,
     ScheduleError,
+    iterate_turns,
     needs_of_action,
     result_of_action,
 )
@@ -61,7 +62,7 @@ class Simulation:
 
 def simulate(schedule: Schedule, times: Times = NOMINAL, transfer: float = 0.0) -> Simulation:
     """Simulate one step of a pipeline schedule's compute table, in which every stage starts its next action as soon as
-    its inputs are there.
+    its inputs are there. The passes of a pair start together, and end together after the time of both.
 
     `times`: duration of an action by kind, or as a function of (stage, action), by default NOMINAL. `transfer`: seconds
     between the end of an action and the start of one on another stage that needs its result; it keeps no stage busy.
@@ -108,7 +109,7 @@ def _last_end(spans: Sequence[Sequence[Span]]) -> float:
 def _time_rows(schedule: Schedule, seconds: Callable[[int, Action], float], transfer: float) -> list[list[Span]]:
     """Return by stage the start and the end of each action of its row; arguments and errors as of `simulate`."""
     waits = _waits_by_row(schedule)
-    origins = {produced: stage for stage, row in enumerate(waits) for *_, produced in row} if transfer else {}
+    origins = {n: stage for stage, row in enumerate(waits) for *_, results in row for n in results} if transfer else {}
     ends: dict[int, float] = {}  # by number of a result
     spans: list[list[Span]] = [[] for _ in waits]
     remaining = [row[::-1] for row in waits]
@@ -118,7 +119,7 @@ def _time_rows(schedule: Schedule, seconds: Callable[[int, Action], float], tran
         for stage, (row, row_spans) in enumerate(zip(remaining, spans, strict=True)):
             now = row_spans[-1][1] if row_spans else 0.0
             while row:
-                action, inputs, produced = row[-1]
+                actions, inputs, results = row[-1]
                 start = now
                 for number in inputs:
                     if (when := ends.get(number)) is None:
@@ -129,8 +130,10 @@ def _time_rows(schedule: Schedule, seconds: Callable[[int, Action], float], tran
                         start = when
                 else:
                     row.pop()
-                    ends[produced] = now = start + seconds(stage, action)
-                    row_spans.append((start, now))
+                    now = start + sum(seconds(stage, action) for action in actions)
+                    for number in results:
+                        ends[number] = now
+                        row_spans.append((start, now))
                     progress = True
                     continue
                 break
@@ -140,8 +143,8 @@ def _time_rows(schedule: Schedule, seconds: Callable[[int, Action], float], tran
 
 
 @lru_cache(maxsize=8)
-def _waits_by_row(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...], int]]]:
-    """Return the rows of a schedule, of each action the numbers of the results that it needs, and of its own."""
+def _waits_by_row(schedule: Schedule) -> list[list[tuple[tuple[Action, ...], list[int], list[int]]]]:
+    """Return the rows of a schedule: of a turn's actions the numbers of the results that they need, and of theirs."""
     total, n = schedule.total_chunks, schedule.microbatches
     first = {which: i * total for i, which in enumerate(dict.fromkeys(PASS.values()))}
 
@@ -150,10 +153,12 @@ def _waits_by_row(schedule: Schedule) -> list[list[tuple[Action, tuple[int, ...]
         which, chunk, microbatch = tensor
         return (first[which] + chunk) * n + microbatch
 
-    return [
-        [(a, tuple(map(number_result, needs_of_action(a, total))), number_result(result_of_action(a))) for a in row]
-        for row in schedule.rows
-    ]
+    def number_results(turn: tuple[Action, ...]) -> tuple[tuple[Action, ...], list[int], list[int]]:
+        """Return the actions of a turn with the numbers of the results that they need, and of theirs."""
+        needs = [number_result(need) for a in turn for need in needs_of_action(a, total)]
+        return turn, needs, [number_result(result_of_action(a)) for a in turn]
+
+    return [list(map(number_results, iterate_turns(row))) for row in schedule.rows]
 
 
 def _describe_stuck_stages(schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Iterator[str]:
@@ -207,10 +212,14 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
         validate_schedule(schedule)
     rows: list[list[Action]] = [[] for _ in schedule.rows]
     spans = _time_rows(schedule, lambda stage, action: NOMINAL[action.kind], 0.0)
-    for _, number, i in sorted((end, n, i) for n, row in enumerate(spans) for i, (_, end) in enumerate(row)):
-        rows[number].append(schedule.rows[number][i])
-        for stage, action in find_message(schedule, schedule.rows[number][i]) or ():
-            rows[stage].append(action)
+    turns = [list(iterate_turns(row)) for row in schedule.rows]
+    last_actions = [list(accumulate(map(len, row), initial=-1))[1:] for row in turns]
+    ends = ((spans[n][last][1], n, i) for n, row in enumerate(last_actions) for i, last in enumerate(row))
+    for _, number, i in sorted(ends):
+        rows[number] += turns[number][i]
+        for computed in turns[number][i]:
+            for stage, action in find_message(schedule, computed) or ():
+                rows[stage].append(action)
     return tuple(tuple(row) for row in rows)
 
 
@@ -245,12 +254,20 @@ def _violations_of_table(schedule: Schedule) -> Iterator[str]:
                 yield f"stage {stage}: {a}, but chunk {a.chunk} lives on stage {stages[a.chunk]}"
             counts[key := (a.kind, a.chunk, a.microbatch)] += 1
             row_positions[key] = position
+        yield from (f"stage {stage}: {'|'.join(map(str, turn))} is no pair of a forward and a backward pass"
+                    for turn in iterate_turns(row) if turn[0].paired and not _is_pair(turn))  # fmt: skip
     yield from (f"{c}{kind}{m} occurs {n} times" for (kind, c, m), n in counts.items() if n > 1)
     trains = any(kind is not Kind.FORWARD for kind, _, _ in counts)
     for chunk in range(schedule.total_chunks):
         for m in range(schedule.microbatches):
             positions = {kind: row_positions[kind, chunk, m] for kind in COMPUTE if (kind, chunk, m) in row_positions}
             yield from _pass_violations(positions, chunk, m, trains)
+
+
+def _is_pair(turn: Sequence[Action]) -> bool:
+    """Return True if the actions of a turn are a paired forward pass, and a backward pass that does not wait for it."""
+    passes = [(a.kind, a.paired) for a in turn] == [(Kind.FORWARD, True), (Kind.BACKWARD, True)]
+    return passes and (turn[0].chunk, turn[0].microbatch) != (turn[1].chunk, turn[1].microbatch)
 
 
 BEFORE = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT), (Kind.INPUT, Kind.WEIGHT))
@@ -288,13 +305,14 @@ class StageRows:
 
     def encode_rows(self) -> list[list[list[int]]]:
         """Return a stage's schedule rows as lists of numbers, to be sent to workers: the actions' kinds, as positions
-        in `Kind`, microbatches, chunks, and peers, -1 for none."""
+        in `Kind`, microbatches, chunks, peers, -1 for none, and whether they are paired."""
         return [
             [
                 [_KINDS.index(a.kind) for a in row],
                 [a.microbatch for a in row],
                 [a.chunk for a in row],
                 [-1 if a.peer is None else a.peer for a in row],
+                [int(a.paired) for a in row],
             ]
             for row in (self.forward, *self.steps)
         ]
@@ -304,7 +322,10 @@ class StageRows:
         """Rebuild a stage's schedule rows from the lists of numbers made by `encode_rows`. Raises ValueError if
         illegal."""
         forward, *steps = (
-            tuple(Action(_KINDS[kind], m, c, None if p < 0 else p) for kind, m, c, p in zip(*columns, strict=True))
+            tuple(
+                Action(_KINDS[kind], m, c, None if p < 0 else p, bool(paired))
+                for kind, m, c, p, paired in zip(*columns, strict=True)
+            )
             for columns in rows
         )
         return cls(forward, tuple(steps))

@@ -7,7 +7,7 @@ of a worker, traffic by tier of the cluster, and the prices of snapshots, checkp
 of a plan shows all of it, and tables of measured runs are compared with it.
 
 Its files in reading order: hardware, systems, work, price, bucket_size, calibration, meter, footprint, recorded_passes,
-memory_budget, async_choice, choose_schedule, legal_hints, make_plan, replan, step_price, recovery_price,
+memory_budget, async_choice, pair_choice, choose_schedule, legal_hints, make_plan, replan, step_price, recovery_price,
 contenders, sketch, estimate, contender_grid, search, remedies, plan_report, plan_screen, tier_traffic, measured_runs,
 sweep_prices, layout_search.
 """

@@ -51,8 +51,11 @@ def register_pipeline(name: str, generator: Callable[..., Any], settings: type |
     SCHEDULES[name] = generator
 
 
-def find_generator(pipeline: Pipeline) -> Generator | None:
-    """Return the function that generates the pipeline schedule of pipeline.kind; None for `none` and `file`."""
+def find_generator(pipeline: Pipeline, in_pairs: bool = False) -> Generator | None:
+    """Return the function that generates the pipeline schedule of pipeline.kind; None for `none` and `file`, unless
+    passes run `in_pairs`."""
+    if in_pairs:
+        return generators.build_paired_table
     if pipeline.kind not in SCHEDULES:  # none, or a file
         return None
     return bind_settings_object(SCHEDULES[pipeline.kind], "pipeline.kind", pipeline.kind, pipeline.settings)
@@ -94,9 +97,9 @@ def count_microbatches(config: Config, data: int) -> int:
     return least_microbatches(kind, stages, chunks, needed, find_generator(pipeline))
 
 
-def build_schedule(config: Config, data: int) -> Schedule:
+def build_schedule(config: Config, data: int, in_pairs: bool = False) -> Schedule:
     """Make the pipeline schedule that a configured run over `data` replicas follows: generated as pipeline.kind says,
-    or read from pipeline.file.
+    or read from pipeline.file. `in_pairs`: True if its passes run in pairs (`Plan.pairs_passes`).
 
     Without a pipeline it is 1F1B on one stage: each microbatch's backward pass right after its forward pass. Raises
     ConfigError with every violation.
@@ -107,7 +110,7 @@ def build_schedule(config: Config, data: int) -> Schedule:
     if pipeline.kind == "file":
         return _read_schedule_file(config, microbatches, unit)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
-    generator = find_generator(pipeline)
+    generator = find_generator(pipeline, in_pairs)
     try:
         return generate(kind, pipeline.stages, pipeline.chunks, microbatches, generator)
     except ScheduleError as error:
@@ -118,14 +121,14 @@ def build_schedule(config: Config, data: int) -> Schedule:
         raise ConfigError("train.global_batch", batch, reason, [m * unit for m in legal]) from None
 
 
-def build_short_schedule(config: Config, data: int, microbatches: int) -> Schedule:
+def build_short_schedule(config: Config, data: int, microbatches: int, in_pairs: bool = False) -> Schedule:
     """Make the schedule of a configured run, of fewer `microbatches` where stages and peak memory are as of so many."""
     pipeline = config.pipeline
     if pipeline.kind == "file":
         return build_schedule(config, data)
     kind = "1f1b" if pipeline.kind == "none" else pipeline.kind
     few = generators.representative_microbatches(kind, pipeline.stages, pipeline.chunks, microbatches)
-    return generate(kind, pipeline.stages, pipeline.chunks, few, find_generator(pipeline))
+    return generate(kind, pipeline.stages, pipeline.chunks, few, find_generator(pipeline, in_pairs))
 
 
 def place_chunks(config: Config, data: int) -> tuple[int, ...]:
@@ -138,13 +141,13 @@ def place_chunks(config: Config, data: int) -> tuple[int, ...]:
     return build_schedule(config, data).placement  # or says what is wrong
 
 
-def build_schedules(config: Config, data: int) -> list[Schedule]:
+def build_schedules(config: Config, data: int, in_pairs: bool = False) -> list[Schedule]:
     """Make the pipeline schedules of a configured run over `data` replicas, by number of microbatches, ascending: one
     for each size of a batch that grows (`config.ramps.batch_ramp`); the last is `build_schedule`'s. Raises ConfigError
     as `build_schedule` does."""
     sizes = list_batch_sizes(config.train)
     configs = (replace(config, train=replace(config.train, global_batch=size)) for size in sizes)
-    schedules = [build_schedule(sized_config, data) for sized_config in configs]
+    schedules = [build_schedule(sized_config, data, in_pairs) for sized_config in configs]
     return list({schedule.microbatches: schedule for schedule in schedules}.values())
 
 

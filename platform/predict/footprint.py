@@ -366,7 +366,7 @@ class _MemoryWalk:
         """Begin a memory forecast of one stage's schedule row, on the worker at mesh coordinates `at`."""
         self.plan, self.model, self.at, self.dropout, self.device = plan, model, at, dropout, device
         self.compiles = compiles
-        self.kept = self.gradients = self.live = self.standing = 0
+        self.kept = self.gradients = self.live = self.standing = self.forward_of_pair = 0
         self.most = (0, 0, 0, 0)  # at the peak: gradients, activations, working, in flight
         self.compute, self.master = plan.itemsize["compute"], plan.itemsize["master"]
         self.chunks = {chunk.number: chunk for chunk in plan.chunks}
@@ -446,21 +446,28 @@ class _MemoryWalk:
         pass."""
         p, chunk = self.find_passes(a.chunk), self.chunks[a.chunk]
         self._count_input_memory("inputs", a, chunk.receives, self.held.pop(("flow", a.chunk, a.microbatch), None))
-        self.note_peak(p.forward, p.kept)
+        if not a.paired:
+            self.note_peak(p.forward, p.kept)
+            self.kept += p.kept
         self.live += 1
-        self.kept += p.kept
         self.left += p.left
         self.most_left |= self.left
         if chunk.sends:
             self.held["flow", a.chunk + 1, a.microbatch] = p.given
-        self.note_peak()
+        if a.paired:
+            self.forward_of_pair = a.chunk
+        else:
+            self.note_peak()
 
     def count_backward(self, a: Action) -> None:
         """Account for the memory of a chunk's backward or input-gradient pass: its peak, what it frees, and the
         gradient that it hands to the chunk before."""
         p, chunk = self.find_passes(a.chunk), self.chunks[a.chunk]
         self._count_input_memory("outputs", a, chunk.sends, self.held.pop(("gradients", a.chunk, a.microbatch), None))
-        self.note_peak(p.backward)
+        if a.paired:
+            self._count_pair(self.forward_of_pair, a.chunk)
+        else:
+            self.note_peak(p.backward)
         del self.held["outputs", a.chunk, a.microbatch], self.held["inputs", a.chunk, a.microbatch]
         self.kept += p.pending - p.kept
         self.left -= p.left
@@ -471,6 +478,21 @@ class _MemoryWalk:
             self._add_gradient_bytes(p.gradients, p.parts)
         else:
             self._add_gradient_bytes(p.begun, {})
+
+    def _count_pair(self, forward_chunk: int, backward_chunk: int) -> None:
+        """Account for the memory of a pair, whose passes go on in turns: what one keeps grows as the other's is freed,
+        so that the peak of each, at a head, is beside about a block of the other."""
+        ahead, back = self.find_passes(forward_chunk), self.find_passes(backward_chunk)
+        ahead_part, back_part = (
+            p.kept // max(1, len(self.chunks[chunk].blocks))
+            for p, chunk in ((ahead, forward_chunk), (back, backward_chunk))
+        )
+        self.live -= 1  # of two, what is kept of one in part is counted by itself
+        self.note_peak(back.backward + ahead_part, ahead_part)
+        self.kept += ahead.kept - back.kept
+        self.note_peak(ahead.forward - ahead.kept + back_part, back_part)
+        self.kept += back.kept
+        self.live += 1
 
     def count_weights(self, a: Action) -> None:
         """Account for the memory of a chunk's weight-gradient pass: its peak, what it frees, its sums of gradients."""

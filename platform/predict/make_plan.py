@@ -44,7 +44,7 @@ from platform.plan.plan_builder import build_plan
 from platform.plan.quantisation import EXACT
 from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_scheme
 from platform.plan.step_collectives import communication
-from platform.predict import async_choice, choose_schedule
+from platform.predict import async_choice, choose_schedule, pair_choice
 from platform.predict.choose_schedule import count_microbatches, find_dealing_rounds, find_even_rounds, place_chunks
 from platform.predict.legal_hints import keep_legal_hints
 from platform.predict.memory_budget import MemoryForecast
@@ -187,10 +187,11 @@ def _build_kind_plan(
     checks += [_violations_of_quantised_weights, _violations_of_cut_blocks]
     if not is_placed:  # by a worker of a run, or for another system that is predicted
         checks += [choose_schedule.violations_of_selective, violations_of_graphs]
-        checks.append(async_choice.violations_of_async_products)
+        checks += [async_choice.violations_of_async_products, pair_choice.violations_of_pairs]
     if refused := [line for check in checks for line in check(config, plan)]:
         raise ConfigError([*refused, *_find_other_violations(refused, config, data, kind)])
     plan = async_choice.choose_async_products(config, _add_shorter_plans(config, plan, data, kind))
+    plan = pair_choice.choose_pairs(config, plan)
     return replace(plan, warnings=(*plan.warnings, *async_choice.warnings_of_async_products(config, plan)))
 
 
@@ -201,6 +202,7 @@ def settle_for_workers(config: Config, plan: Plan) -> None:
     elif plan.has_scaled_products:
         config.quantise.gather = "on" if plan.gathers_tiles else "off"
     async_choice.settle_async_products(config, plan)
+    pair_choice.settle_pairs(config, plan)
 
 
 def compose_config_scheme(config: Config, data: int, kind: str) -> Scheme:

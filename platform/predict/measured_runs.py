@@ -229,6 +229,7 @@ def _build_work(cells: Mapping[str, str], compose: Compose) -> StepWork:
     gpus, predicted = int(cells["gpus"]), int(cells.get("mtp") or 0)
     _refuse_unpriced_prediction(config, predicted, bool(cells.get("layers_per_stage")))
     config.model.layers += predicted
+    config.train.pair_passes = "off"  # what a system overlaps is its own
     config.model.predict_ahead = 0  # what modules take is that of layers and heads
     pipeline = config.pipeline
     loop = tuple(range(pipeline.stages)) * pipeline.chunks  # where the schedules whose makespan is known place chunks

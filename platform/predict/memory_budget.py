@@ -165,7 +165,9 @@ class TrainingForecast:
     @cached_property
     def _schedule_rows(self) -> tuple[tuple[Action, ...], ...]:
         """Return by stage what it does in a step of fewer microbatches that takes as much."""
-        return lower_schedule(build_short_schedule(self.config, self.config.parallel.data, self.plan.microbatches))
+        return lower_schedule(
+            build_short_schedule(self.config, self.config.parallel.data, self.plan.microbatches, self.plan.pairs_passes)
+        )
 
     @cached_property
     def _plans_by_length(self) -> list[tuple[Plan, RecordableModel, str, Measured]]:

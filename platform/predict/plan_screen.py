@@ -29,6 +29,7 @@ from platform.plan.whole_blocks import describe_blocks, reasons_against_whole_bl
 from platform.predict.async_choice import describe_async_products
 from platform.predict.hardware import Hardware
 from platform.predict.memory_budget import device_kind, predict_footprints
+from platform.predict.pair_choice import describe_pairs
 from platform.predict.plan_report import (
     explain_plan,
     find_error_bar,
@@ -143,7 +144,7 @@ def _format_limit(plan: Plan, explanation: Mapping[str, Any]) -> list[str]:
     if why := time.get("unrecorded"):
         *others, last = blocks or ["passes are launched kernel by kernel"]
         blocks = [*others, f"{last}; no graphs: {why}"]
-    products = [time["products"]] if time.get("products") else []
+    products = [time[key] for key in ("products", "pairs") if time.get(key)]
     limit = f"limited by {_describe_limit(plan, name)}: {seconds / time['seconds']:.1%} of a step"
     return [limit, *late, *products, *blocks]
 
@@ -344,6 +345,7 @@ def _explain_step_time(
         "late": reason_against_early_update(config) if device_kind(config) == "cuda" else "",
         "unrecorded": reason_against_graphs(config, plan, "cuda") if device_kind(config) == "cuda" else "",
         "behind": reason_against_passes_ahead(config, plan) if device_kind(config) == "cuda" else "",
+        "pairs": describe_pairs(config, plan) if device_kind(config) == "cuda" or plan.pairs_passes else "",
         "products": describe_async_products(config, plan) if device_kind(config) == "cuda" else "",
         "days": {"tokens": tokens, "days": step.training_days(tokens)},
     }

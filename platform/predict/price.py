@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from platform.plan.generators import SHIPPED, generate
+from platform.plan.generators import SHIPPED, build_paired_table, generate
 from platform.plan.layout import Mesh
 from platform.plan.operation_plan import EVER, Collective
 from platform.plan.plan import Plan
 from platform.plan.plan_summary import BUBBLE, COMPUTING, HOST, OPTIMIZER, STAGE, STREAMING, waiting_part_name
+from platform.plan.rule import EXCHANGES
 from platform.plan.schedule import Action, Kind, Schedule
 from platform.plan.scheme import CONTEXT, REPLICAS
 from platform.plan.simulate import Simulation, StageMessages, compute_makespan, makespan_over_links, simulate
@@ -232,9 +233,10 @@ def queueing_seconds(work: StepWork, hardware: Hardware, seconds: ActionSeconds,
     if (kind := work.execution.schedule) not in SHIPPED:
         assert work.execution.table is not None, "a schedule of the user's comes with its table"
         return extra_seconds(work.execution.table)
+    generator = build_paired_table if work.plan.pairs_passes else None
     if n <= 3 * stages:
-        return extra_seconds(generate(kind, stages, chunks, n))
-    two, three = (extra_seconds(generate(kind, stages, chunks, rounds * stages)) for rounds in (2, 3))
+        return extra_seconds(generate(kind, stages, chunks, n, generator))
+    two, three = (extra_seconds(generate(kind, stages, chunks, rounds * stages, generator)) for rounds in (2, 3))
     return three + (three - two) * (n / stages - 3)
 
 
@@ -258,12 +260,15 @@ LOCKSTEP = 0.03
 class PassTime:
     """Seconds of a pass: `computing`, waiting for collectives by the names of their axes (`waiting`), and `host`, the
     time by which launching kernels is longer than both. `seconds`: all of it. `hidden`: seconds of collectives beside
-    the computing."""
+    the computing. `launching`: seconds in which the host launches it all; `exchanges`: seconds of tokens on their way
+    to experts and back, part of the waiting, by the names of their axes."""
 
     computing: float = 0.0
     waiting: Mapping[str, float] = field(default_factory=dict)
     host: float = 0.0
     hidden: float = 0.0
+    launching: float = 0.0
+    exchanges: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -274,12 +279,24 @@ class PassTime:
         """Return the span of two passes, one after the other."""
         waiting = Counter(self.waiting)
         waiting.update(other.waiting)
-        return PassTime(self.computing + other.computing, waiting, self.host + other.host, self.hidden + other.hidden)
+        both = (self.computing + other.computing, waiting, self.host + other.host, self.hidden + other.hidden)
+        return PassTime(*both, self.launching + other.launching)
 
     def scale(self, share: float) -> PassTime:
         """Return the span of a share of a pass, but for what it hides."""
         waiting = {name: share * seconds for name, seconds in self.waiting.items()}
-        return PassTime(share * self.computing, waiting, share * self.host, self.hidden)
+        return PassTime(share * self.computing, waiting, share * self.host, self.hidden, share * self.launching)
+
+    def hide_exchanges(self, other: PassTime, hardware: Hardware) -> PassTime:
+        """Return the span of a pass whose exchanges of experts are under way while an `other` pass computes."""
+        total = sum(self.exchanges.values())
+        hidden = min(total, other.computing)
+        hidden_by_axes = {name: seconds * hidden / total for name, seconds in self.exchanges.items() if total}
+        waiting = {name: seconds - hidden_by_axes.get(name, 0.0) for name, seconds in self.waiting.items()}
+        computing = self.computing + hardware.interference * hidden
+        device = computing + sum(waiting.values())
+        host = max(self.host, float(hidden_or_summed_seconds(device, self.launching, hardware)) - device)
+        return PassTime(computing, waiting, host, self.hidden + hidden, self.launching)
 
 
 Spans = list[PassTime]  # of the passes of each chunk, or of each stage
@@ -333,19 +350,20 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
     """Predict the seconds of a training step from its `work` on a hardware."""
     plan, clock = work.plan, _PassPricer(work.plan, hardware, work.execution)
     forward, backward, message = _separate_messages(work, *clock.pass_times(work))
-    busy = [PassTime() for _ in work.once]
-    for stage, forward_time, backward_time in zip(work.stages, forward, backward, strict=True):
-        busy[stage] += forward_time + backward_time
+    busy = _sum_by_stage(work, forward, backward)
     slowest = max(range(len(busy)), key=lambda stage: busy[stage].seconds)
-    passes = _predict_makespan(work, forward, backward, busy, slowest)
+    action_seconds = _build_action_seconds(forward, backward, hardware)
+    passes = _predict_makespan(work, forward, backward, busy, slowest, action_seconds)
     ends = _price_step_ends(work, clock, forward, backward)
     masters = max(once.masters for once in work.once)
     optimizer = clock.update_seconds(masters, work.execution.moments)
     streaming = float(streaming_seconds(masters * work.execution.streamed, optimizer, hardware))
     n, paces = plan.microbatches, busy[slowest]
+    if plan.pairs_passes:
+        paces = _blend_pairs(work, slowest, paces, _sum_by_stage(work, *_pair_spans(forward, backward, hardware)))
     waits = Counter({name: n * seconds for name, seconds in paces.waiting.items()})
     waits.update(ends.waiting)
-    crowd = queueing_seconds(work, hardware, _build_action_seconds(forward, backward), message) if message else 0.0
+    crowd = queueing_seconds(work, hardware, action_seconds, message) if message else 0.0
     if crowd:
         waits[STAGE] += crowd  # type: ignore[assignment]
     return StepPrice(
@@ -367,10 +385,35 @@ def price_work(work: StepWork, hardware: Hardware) -> StepPrice:
 def simulate_schedule(work: StepWork, hardware: Hardware, schedule: Schedule) -> Simulation:
     """Simulate a schedule of the plan's stages with the predicted seconds of its passes on a hardware."""
     clock = _PassPricer(work.plan, hardware, work.execution)
-    return simulate(schedule, _build_action_seconds(*clock.pass_times(work)))
+    return simulate(schedule, _build_action_seconds(*clock.pass_times(work), hardware))
 
 
-_Sums = tuple[float, Counter[str], Counter[str], float, int, int]  # of a pass's parts, as `_sum_parts` returns them
+def _sum_by_stage(work: StepWork, forward: Spans, backward: Spans) -> Spans:
+    """Return by stage the span of the passes of its chunks over one microbatch."""
+    busy = [PassTime() for _ in work.once]
+    for stage, forward_time, backward_time in zip(work.stages, forward, backward, strict=True):
+        busy[stage] += forward_time + backward_time
+    return busy
+
+
+def _pair_spans(forward: Spans, backward: Spans, hardware: Hardware) -> tuple[Spans, Spans]:
+    """Return the spans of the chunks' passes in pairs, each of which hides exchanges of the other."""
+    both = list(zip(forward, backward, strict=True))
+    return [f.hide_exchanges(b, hardware) for f, b in both], [b.hide_exchanges(f, hardware) for f, b in both]
+
+
+def _blend_pairs(work: StepWork, stage: int, alone: PassTime, in_pairs: Spans) -> PassTime:
+    """Return the mean span of a stage's passes over a microbatch, of which some are in pairs, as its row has them."""
+    assert work.execution.table is not None, "passes in pairs come with their table"
+    row = work.execution.table.rows[stage]
+    share = sum(action.paired for action in row) / len(row)
+    hidden = alone.hidden + share * (in_pairs[stage].hidden - alone.hidden)
+    return replace(alone.scale(1 - share) + in_pairs[stage].scale(share), hidden=hidden)
+
+
+_Sums = tuple[
+    float, Counter[str], Counter[str], float, int, int, Counter[str]
+]  # of a pass's parts, as `_sum_parts` returns them
 
 
 class _PassPricer:
@@ -418,7 +461,7 @@ class _PassPricer:
     def _sum_parts(self, p: PassWork) -> _Sums:
         """Return the seconds of computing of a pass's parts; by axes the seconds of collectives in its way, and of
         collectives that go ahead; those hidden part by part; the numbers of its kernels, and of counts that its host
-        reads."""
+        reads; and by axes the seconds of exchanges of experts among those in its way."""
         if id(p.parts) not in self._spans:
             waits, ahead = Counter[Collective](), Counter[Collective]()
             computing, kernels, under, exposed = 0.0, 0, 0.0, Counter[str]()
@@ -435,7 +478,9 @@ class _PassPricer:
                     ahead[c] += n
             reads = sum(n for c, n in waits.items() if c.dtype == "integers")
             exposed.update(self.sum_by_axes(waits))
-            self._spans[id(p.parts)] = computing, exposed, self.sum_by_axes(ahead), under, kernels, reads
+            exchanges = Counter({c: n for c, n in waits.items() if c.op in EXCHANGES and c.dtype == "compute"})
+            of_experts = self.sum_by_axes(Counter({c: n for c, n in exchanges.items() if "expert" in c.axes}))
+            self._spans[id(p.parts)] = computing, exposed, self.sum_by_axes(ahead), under, kernels, reads, of_experts
         return self._spans[id(p.parts)]
 
     def _divide_by_parts(self, c: Collective, products: Sequence[MatrixProduct], share: float) -> tuple[float, float]:
@@ -455,7 +500,7 @@ class _PassPricer:
     def pass_time(self, p: PassWork) -> PassTime:
         """Return the span of a pass. Its computation hides collectives of parameters as far as it can, and is slowed by
         them."""
-        computing, waiting, hidden, under, kernels, reads = self._sum_parts(p)
+        computing, waiting, hidden, under, kernels, reads, exchanges = self._sum_parts(p)
         waiting, hidden = Counter(waiting), Counter(hidden)
         if self.system.overlaps_experts:
             hidden.update({name: waiting.pop(name) for name in [*waiting] if "expert" in name.split("+")})
@@ -471,7 +516,7 @@ class _PassPricer:
         device = computing + sum(waiting.values())
         host = host_seconds(kernels, p.calls, self.hardware)
         behind = float(hidden_or_summed_seconds(device, host, self.hardware)) - device + reads * self.system.read_wait
-        return PassTime(computing, waiting, behind, beside)
+        return PassTime(computing, waiting, behind, beside, host, {} if self.system.overlaps_experts else exchanges)
 
     def pass_times(self, work: StepWork) -> tuple[Spans, Spans]:
         """Return the spans of the forward and of the backward passes of a step's chunks."""
@@ -522,31 +567,38 @@ def _longest_stage_wait(spans: Sequence[PassTime]) -> float:
     return max(span.waiting.get(STAGE, 0.0) for span in spans)
 
 
-def _predict_makespan(work: StepWork, forward: Spans, backward: Spans, busy: Spans, slowest: int) -> float:
+def _predict_makespan(
+    work: StepWork, forward: Spans, backward: Spans, busy: Spans, slowest: int, action_seconds: ActionSeconds
+) -> float:
     """Return the seconds from the first forward to the last backward pass. Under a schedule among EVEN the `slowest`
     stage computes all microbatches without a pause, and waits for one microbatch on its way through a chunk of each
-    other stage and back; other schedules are simulated."""
+    other stage and back; other schedules, and passes in pairs, are simulated."""
     n, share = work.plan.microbatches, len(busy) / len(forward)
     if work.execution.schedule == "gpipe":  # all forward passes come first
         ways = [span.seconds for span in forward], [span.seconds for span in backward]
         return sum((n - 1) * max(way) + sum(way) for way in ways)
-    if work.execution.schedule in EVEN:
+    if work.execution.schedule in EVEN and not work.plan.pairs_passes:
         others = sum(span.seconds for stage, span in enumerate(busy) if stage != slowest)
         return n * busy[slowest].seconds + others * share
     assert work.execution.table is not None, "a schedule that is not even comes with its table"
-    return compute_makespan(work.execution.table, _build_action_seconds(forward, backward))
+    return compute_makespan(work.execution.table, action_seconds)
 
 
-def _build_action_seconds(forward: Sequence[PassTime], backward: Sequence[PassTime]) -> ActionSeconds:
+def _build_action_seconds(forward: Spans, backward: Spans, hardware: Hardware) -> ActionSeconds:
     """Return the function that gives the seconds of an action, from the spans of each chunk's passes."""
 
-    both = tuple([span.seconds for span in spans] for spans in (forward, backward))
-    halves = [seconds / 2 for seconds in both[1]]
-    by_kind = {Kind.FORWARD: both[0], Kind.BACKWARD: both[1], Kind.INPUT: halves, Kind.WEIGHT: halves}
+    def seconds_by_kind(forward: Spans, backward: Spans) -> dict[Kind, list[float]]:
+        """Return the seconds of each chunk's passes by their kind."""
+        both = tuple([span.seconds for span in spans] for spans in (forward, backward))
+        halves = [seconds / 2 for seconds in both[1]]
+        return {Kind.FORWARD: both[0], Kind.BACKWARD: both[1], Kind.INPUT: halves, Kind.WEIGHT: halves}
+
+    # by whether they run in pairs
+    by_kind = seconds_by_kind(forward, backward), seconds_by_kind(*_pair_spans(forward, backward, hardware))
 
     def action_seconds(stage: int, action: Action) -> float:
         """Return the seconds of an action; a backward pass is halved where it is split."""
-        return by_kind[action.kind][action.chunk]
+        return by_kind[action.paired][action.kind][action.chunk]
 
     return action_seconds
 

@@ -80,6 +80,7 @@ _REASONS: tuple[tuple[str, Callable[[Config, Plan], object]], ...] = (
         "its products move what they multiply (tensor.async_products)",
         lambda c, p: c.tensor.async_products == "on" or list_fused_axes(p),
     ),
+    ("its passes run in pairs (train.pair_passes)", lambda c, p: p.pairs_passes),
     ("train.loss may be a function that reads numbers", lambda c, p: training_loss_name(c) != CROSS_ENTROPY),
     ("activations go to host memory (recompute_offload)", lambda c, p: p.recompute.offload),
     ("monitor.timeline times what is in a pass", lambda c, p: c.monitor.timeline),

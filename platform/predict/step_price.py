@@ -203,7 +203,9 @@ def build_step_work(config: Config, plan: Plan, **others: Any) -> StepWork:
     kind = config.pipeline.kind
     execution = Execution(
         schedule=kind,
-        table=None if kind in EVEN else build_schedule(config, plan.num_replicas),
+        table=build_schedule(config, plan.num_replicas, plan.pairs_passes)
+        if kind not in EVEN or plan.pairs_passes
+        else None,
         overlap=config.parallel.overlap,
         moments=count_stored_numbers(config),
         streamed=count_streamed_bytes(config),
@@ -237,7 +239,7 @@ def draw_step(config: Config, plan: Plan, hardware: Hardware | None) -> str:
     most = max(1, MOST_DRAWN // (2 * chunks * plan.num_stages)) * plan.num_stages
     drawn = plan.microbatches if config.pipeline.kind == "file" else min(plan.microbatches, most)
     shorter = replace(config, train=replace(config.train, global_batch=drawn * each, ramp_from=0))
-    schedule = build_schedule(config if drawn == plan.microbatches else shorter, plan.num_replicas)
+    schedule = build_schedule(config if drawn == plan.microbatches else shorter, plan.num_replicas, plan.pairs_passes)
     work = build_step_work(config, plan) if hardware else None
     simulation = simulate_schedule(work, hardware, schedule) if work and hardware else simulate(schedule)
     some = f", {drawn} of {plan.microbatches} microbatches" if drawn < plan.microbatches else ""

@@ -15,6 +15,8 @@ import torch
 from platform.runtime.progress import PROGRESS, SYNCHRONIZE, DevicePlace
 
 WAITING = "exposed_comm"  # section in which a rank waits for a collective
+# of a pass that waits for its turn: sections, its span of the model, and what heartbeats say of it
+OpenSections = tuple[list[tuple[str, bool, str, int]], str, Any]
 ClockSpan = tuple[str, float, float]  # section, its start and end: seconds since the first mark after the last reading
 
 
@@ -77,7 +79,8 @@ class SectionClock:
         self._cuda = torch.device(device).type == "cuda"
         self._beside: torch.cuda.Stream | None = None  # waits for collectives, nothing else
         self.set_detailed(detailed)
-        self._open: list[tuple[str, bool, str]] = []  # sections, whether the rank only waits for others in them, axes
+        # sections, whether the rank only waits for others in them, along which axes, and their first marks
+        self._open: list[tuple[str, bool, str, int]] = []
         self._begin_reading()
 
     def set_detailed(self, detailed: bool) -> None:
@@ -107,7 +110,7 @@ class SectionClock:
         else:
             when = time.perf_counter()
         marks = self._reading.marks
-        marks.append((*(self._open[-1] if self._open else ("", False, "")), when))
+        marks.append((*(self._open[-1][:3] if self._open else ("", False, "")), when))
         return len(marks) - 1
 
     @contextmanager
@@ -116,8 +119,7 @@ class SectionClock:
         this process's progress. `waiting`: the rank only waits for other ranks in it, `along` these axes, for the
         collective or message `what`."""
         before = PROGRESS.enter_section(name, waiting, False, what)
-        begin = self.record_mark()
-        self._open.append((name, waiting, along))
+        self._open.append((name, waiting, along, self.record_mark()))
         try:
             if self.entered:
                 self.entered(name)
@@ -127,9 +129,22 @@ class SectionClock:
             else:
                 yield
         finally:
-            self._sections.append((name, begin, self.record_mark()))
+            self._sections.append((name, self._open[-1][3], self.record_mark()))
             self._open.pop()
             PROGRESS.enter_section(*before)
+
+    def swap_sections(self, others: OpenSections | None, depth: int) -> OpenSections:
+        """Close a pass's open sections, behind the first `depth` ones, and its span, and open the `others`, of another
+        pass; return the closed ones."""
+        mark, span = self.record_mark(), self._span[0]
+        before = self._open[depth:], span, PROGRESS.now
+        self._sections += ((name, begin, mark) for name, _, _, begin in reversed(before[0]))
+        self.begin_span("")
+        sections, span, now = others or ([], "", PROGRESS.now)
+        self._open[depth:] = [(*section[:3], mark) for section in sections]
+        self.begin_span(span)
+        PROGRESS.now = now
+        return before
 
     @property
     def is_followed(self) -> bool:
@@ -143,7 +158,7 @@ class SectionClock:
 
     def note_waits(self, waits: Sequence[tuple[Any, Any, str]]) -> None:
         """Note waits for collectives since the last mark, in order: the begin and end of each, and along which axes."""
-        marks, outer = self._reading.marks, self._open[-1] if self._open else ("", False, "")
+        marks, outer = self._reading.marks, self._open[-1][:3] if self._open else ("", False, "")
         for begin, end, along in waits:
             self._sections.append((WAITING, len(marks), len(marks) + 1))
             marks += (*outer, begin), (WAITING, True, along, end)

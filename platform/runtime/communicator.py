@@ -31,9 +31,10 @@ from torch import Tensor
 
 from platform.plan.layout import Mesh, Parts
 from platform.plan.operation_plan import TRAFFIC, collective_label
-from platform.plan.rule import APPEAR, JOIN, SPLIT, VANISH, RelayoutStep
+from platform.plan.rule import APPEAR, EXCHANGES, JOIN, SPLIT, VANISH, RelayoutStep
 from platform.plan.scheme import Lent
 from platform.runtime.clock import WAITING, Flight, SectionClock
+from platform.runtime.turns import PassTurns
 
 
 def prepare_buffers(
@@ -259,15 +260,19 @@ class CollectiveHandle:
         flight: Flight | None = None,
         along: str = "",
         what: Launched | None = None,
+        turns: PassTurns | None = None,
     ):
         """Wrap a collective in progress: `wait` blocks until it is done, `finish` returns its result tensor, and the
         waiting is booked in the section `section` of `clock`, and there as one `along` axes; heartbeats call it `what`.
+        Another pass runs before it is waited for, if there are `turns`.
         """
         self._clock, self._wait, self._finish, self._flight = clock, wait, finish, flight
-        self._section, self._along, self._what = section, along, what
+        self._section, self._along, self._what, self._turns = section, along, what, turns
 
     def wait(self) -> Tensor:
         """Wait until the collective or message of this handle is done, and return its result tensor."""
+        if self._turns:
+            self._turns.yield_turn()
         with self._clock.time_section(self._section, True, self._along, self._what):
             self._wait()
         if self._flight:
@@ -297,6 +302,7 @@ class Communicator(ABC):
         self.lent: dict[str, Lent] = {}
         self.bound: dict[str, list[tuple[int, BoundCollective | None]]] = {}  # by the steps of a compiled block's turn
         self.shared_memory: dict[tuple[str, ...], str] = {}
+        self.turns: PassTurns | None = None  # of the two passes that run now
         self.trace: Any = None  # of the block that is traced, which records collectives in place of their launch
         self._aborting, self._aborted = threading.Lock(), False
         self._number = next(_NUMBERS)
@@ -448,14 +454,14 @@ class Communicator(ABC):
         self, what: Launched, start: Callable[[], Callable[[], Any]], input_buffer: Tensor, finish: Callable[[], Tensor]
     ) -> CollectiveHandle:
         """Start a collective from the buffer `input_buffer`; return its handle, whose result `finish` returns."""
-        clock = self.clock
+        clock, turns = self.clock, self.turns if what.op in EXCHANGES else None
         if not clock.detailed:
-            return CollectiveHandle(clock, start(), finish, along="+".join(what.axes), what=what)
+            return CollectiveHandle(clock, start(), finish, along="+".join(what.axes), what=what, turns=turns)
         begin = clock.record_mark()
         with clock.profiler_range(what.name):
             wait = start()
         flight = clock.note_launch(what, begin, wait, input_buffer)
-        return CollectiveHandle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what)
+        return CollectiveHandle(clock, wait, finish, flight=flight, along="+".join(what.axes), what=what, turns=turns)
 
     def _next_launch_number(self, axes_or_peer: tuple[str, ...]) -> int:
         """Count one more launch along axes, or message to or from a peer; return its number, from 1."""
@@ -584,6 +590,13 @@ class Communicator(ABC):
             return numbers
 
         return read_copy
+
+    @contextmanager
+    def keep_turn(self) -> Iterator[None]:
+        """Keep the turn of a pass within the context, whose exchanges are too small to be worth another pass's turn."""
+        turns, self.turns = self.turns, None
+        yield
+        self.turns = turns
 
     @contextmanager
     def suspend_counting(self) -> Iterator[None]:

@@ -320,13 +320,14 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sent_weights, communicator, copies):
         """Return the weights [copies, 1, seats] that came here."""
-        ctx.send_back = partial(_send_rows_back, communicator, counts=copies.ranks)
+        ctx.communicator, ctx.counts = communicator, copies.ranks
         return copies.weights.view_as(copies.weights)
 
     @staticmethod
     def backward(ctx, gradient):
         """Return the gradients of the weights that were sent."""
-        return ctx.send_back(gradient.flatten(0, 1).contiguous()), None, None
+        with ctx.communicator.keep_turn():
+            return _send_rows_back(ctx.communicator, gradient.flatten(0, 1).contiguous(), ctx.counts), None, None
 
 
 def dispatch_rows(communicator: Communicator, x: Tensor, counts: Counts) -> Tensor:

@@ -74,6 +74,14 @@ def _find_input(name: str, use: tuple[str, str], p: PassPosition) -> Tensor:
     return p.inputs[name][use]
 
 
+class PassState(NamedTuple):
+    """State of a rank that is of one pass alone, see `ParallelOps` and `ParameterPrefetcher`."""
+
+    position: PassPosition
+    deferred: Deferred | None = None
+    again: bool = False
+
+
 class SentRows(NamedTuple):
     """Rows of a rank's tokens in a pass: at each expert, and sent to each rank of the exchange."""
 
@@ -169,6 +177,13 @@ class ParallelOps(Ops):
         self.offset, self.cache, self.position = offset, cache, PassPosition(training=False)
         self.angles.clear()
         self.begin_pass()
+
+    def swap_pass_state(self, other: PassState | None) -> PassState:
+        """Put what this rank keeps of the `other` pass in place of the present one's, and return that. A pass that only
+        begins, and is no forward pass, has a position as it is."""
+        before = PassState(self.position, self.deferred, self.ahead.again)
+        self.position, self.deferred, self.ahead.again = other or PassState(self.position)
+        return before
 
     def watch(self, name, x, spec):
         """Return x, the activation of layer `name`, unchanged; if monitoring is due, its squares are summed first."""

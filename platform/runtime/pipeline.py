@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,11 +29,13 @@ from platform.plan.schedule import (
     SENDS_IN_FLIGHT,
     Action,
     Kind,
+    has_pairs,
     mark_completed_chunks,
 )
 from platform.runtime.communicator import CollectiveHandle, Communicator
 from platform.runtime.conversion import copy_own_part, gather_parts, is_absent_block
 from platform.runtime.einsum import Deferred
+from platform.runtime.turns import PassAbandoned, PassTurns, SwapState
 
 PassKey = tuple[int, int]  # chunk, microbatch
 Flow = dict[str, Tensor]  # activations between two chunks by name, or their gradients
@@ -140,7 +143,8 @@ class PipelineExecutor:
     pass appends to it the functions that compute weight gradients. `accumulated(action, done)` is called after each
     backward action; `done` is the chunk number if it was the last of the row for the chunk, else None. `rows`: compiled
     rows, which may be kept from one executor of this rank to the next. `run_pass(action, tensors, compute)` returns the
-    tensors by name that an action computes of others, `compute(tensors)`, however it computes them.
+    tensors by name that an action computes of others, `compute(tensors)`, however it computes them. `swap_state`: of
+    passes in pairs, see `PassTurns`.
     """
 
     plan: Plan
@@ -150,6 +154,7 @@ class PipelineExecutor:
     accumulated: Accumulated = lambda action, done: None
     rows: CompiledRows = field(default_factory=dict)
     run_pass: Callable[[Action, Flow, ComputePass], Flow] = lambda action, tensors, compute: compute(tensors)
+    swap_state: SwapState = lambda state: state
     peak_live: int = 0  # most forward passes that awaited their backward at once
     _live: dict[PassKey, _Live] = field(default_factory=dict)
     _flow: dict[PassKey, Flow] = field(default_factory=dict)  # outputs for the next chunk
@@ -165,11 +170,41 @@ class PipelineExecutor:
         steps = self.rows[id(row)][1]
         self._splits = any(step.action.kind is Kind.WEIGHT for step in steps)
         self.peak_live = 0
-        for step in steps:
-            self._execute_action(step)
+        if has_pairs(row):
+            with ThreadPoolExecutor(1, "pass") as helper:
+                self._execute_actions(steps, helper)
+        else:
+            self._execute_actions(steps, None)
         while self._sending:
             self._sending.popleft().wait()
         assert not (self._live or self._flow or self._gradients or self._arriving), "a row ends with nothing left over"
+
+    def _execute_actions(self, steps: Sequence[ResolvedAction], helper: Executor | None) -> None:
+        """Execute actions of the pipeline schedule in order, the two of a pair at once, one of them by the `helper`."""
+        remaining = iter(steps)
+        for step in remaining:
+            if step.action.paired and helper:
+                self._execute_pair(step, next(remaining), helper)
+            else:
+                self._execute_action(step)
+
+    def _execute_pair(self, forward: ResolvedAction, backward: ResolvedAction, helper: Executor) -> None:
+        """Execute a forward pass and a backward pass of the pipeline schedule in turns, the latter by the `helper`: on
+        a device, autograd has a thread of its own for it anyway. Raises StageFailed as `_execute_action` does."""
+        clock = self.communicator.clock
+        depth = len(clock.open_sections)
+
+        def swap_state(other: Any) -> Any:
+            """Exchange the state of the pass under way, with its sections of the clock, for the `other` one's."""
+            sections, state = other or (None, None)
+            return clock.swap_sections(sections, depth), self.swap_state(state)
+
+        self.peak_live = max(self.peak_live, 1 + len(self._live))
+        self.communicator.turns = turns = PassTurns(swap_state)
+        try:
+            turns.run_both(partial(self._execute_action, forward), partial(self._execute_action, backward), helper)
+        finally:
+            self.communicator.turns = None
 
     def _execute_action(self, step: ResolvedAction) -> None:
         """Execute one action of the pipeline schedule, timed as a section of the rank's clock. Raises StageFailed
@@ -180,7 +215,7 @@ class PipelineExecutor:
                 _ACTIONS[step.action.kind](self, step)
                 if step.action.kind in BACKWARD_KINDS:
                     self.accumulated(step.action, step.completed)
-        except StageFailed:
+        except (StageFailed, PassAbandoned):
             raise
         except Exception as error:
             stage = c.coordinates["stage"]

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from platform.plan.layout import Parts
-from platform.plan.rule import APPEAR, RelayoutStep
+from platform.plan.rule import APPEAR, EXCHANGES, RelayoutStep
 from platform.runtime.clock import WAITING
 from platform.runtime.communicator import (
     ArrivedCollective,
@@ -115,6 +115,9 @@ def _take_turn(xs, after, steps):
     for x, (number, collective) in zip(xs, bound, strict=True):
         if collective is None:
             wait, out, what = flights.pop(number)
+            if communicator.turns and what.op in EXCHANGES and not running.is_followed:
+                _note_waits(communicator)
+                communicator.turns.yield_turn()
             PROGRESS.now = WAITING, True, False, what, monotonic()
             begin = perf_counter() if stream is None else stream.record_event(torch.cuda.Event(enable_timing=True))
             wait()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -38,7 +39,7 @@ def rehearse_steps(trainer: Trainer, step: int) -> str:
 def _compile_passes(trainer: Trainer, step: int, passes_by_length: Sequence[StagePasses]) -> str:
     """Prepare compiled functions for passes of all lengths; return as `rehearse_steps` does."""
     trial, config = CompileTrial(), trainer.config
-    row = [action for action in trainer.stage_actions(step) if not action.microbatch]
+    row = [replace(action, paired=False) for action in trainer.stage_actions(step) if not action.microbatch]
     for trainer.passes in passes_by_length:
         ops, stage = trainer.passes.ops, trainer.passes.stage
         compiler, ops.compiler = ops.compiler, trial

@@ -442,6 +442,7 @@ class Trainer:
 
         self.weights.begin_step(is_unsplit)
         pipeline = build(forward, note_backward)
+        pipeline.swap_state = ops.swap_pass_state
         if recorded and passes.recorder:
             pipeline.run_pass = partial(passes.recorder.run_pass, recorded, begin_recorded_pass)
         pipeline.run_row(row)

@@ -405,5 +405,7 @@ monitor.profile=[1,2] monitor.profile_ranks=[all] parallel.data=128 | monitor.pr
 monitor.profile=[1,2] monitor.profile_ranks=[one] | monitor.profile_ranks=one: must be ranks, or [all]
 monitor.profile=[1,2] monitor.profile_ranks=[all,1] | monitor.profile_ranks=[all, 1]: must be ranks, or | [all]
 tensor.async_products=yes | tensor.async_products=yes: unknown | on
+train.pair_passes=yes | train.pair_passes=yes: unknown | on
+train.pair_passes=on | train.pair_passes=on: no experts exchange tokens over ranks | auto
 tensor=1d tensor.axes.t=2 tensor.async_products=on | tensor.async_products=on: no product with weights gathers | auto
 """

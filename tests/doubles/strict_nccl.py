@@ -33,7 +33,7 @@ from torch import Tensor
 
 from platform.checkpoint import snapshots
 from platform.plan.layout import Mesh
-from platform.runtime import host_memory, process_groups
+from platform.runtime import host_memory, pipeline, process_groups
 from platform.runtime.process_groups import ProcessGroups, join_default_group
 from tests.harness.threads import summed
 
@@ -523,7 +523,8 @@ def run_strictly(
     monkeypatch.setattr(process_groups, "_fused_operations", lambda: world.symmetric)
     monkeypatch.setattr(process_groups, "_all_gather", world.all_gather)
     monkeypatch.setattr(process_groups, "_reduce_scatter", world.reduce_scatter)
-    monkeypatch.setattr(process_groups, "ThreadPoolExecutor", world.threads_of_rank)
+    for module in (process_groups, pipeline):
+        monkeypatch.setattr(module, "ThreadPoolExecutor", world.threads_of_rank)
     monkeypatch.setattr(
         snapshots, "futures", SimpleNamespace(**vars(futures) | {"ThreadPoolExecutor": world.threads_of_rank})
     )

@@ -34,6 +34,7 @@ from platform.plan.chunks import ADDS_WIDE
 from platform.plan.plan import Plan
 from platform.plan.step_collectives import process_groups
 from platform.predict.make_plan import make_plan
+from platform.runtime import pipeline
 from platform.runtime.chunked_loss import LossClasses, Targets, compute_loss_and_gradient
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.runtime.process_groups import ProcessGroups
@@ -43,6 +44,7 @@ from platform.train.trainer import Trainer
 from tests.harness.launches import launched, moved
 from tests.harness.one_attention import OneAttention
 from tests.harness.oracle import Tokens, trainer_of
+from tests.harness.threads import ThreadInModes
 
 SECTIONS = ("forward", "backward", "reduce", "optimizer")  # of a step
 LOADING = "data"  # the section in which tensors may be on the CPU: a batch on its way to the device
@@ -152,6 +154,7 @@ def alone(
         return [1.0] * x.numel()
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        patch.setattr(pipeline, "ThreadPoolExecutor", ThreadInModes)
         patch.setattr(MODULE, "there", True)
         patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read_numbers", read)

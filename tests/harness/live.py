@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch._dynamo  # now: the first mode would, and frames that import it are kept, with their tensors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,12 +21,13 @@ from torch.utils._pytree import tree_leaves
 
 from platform.config.fields import Config
 from platform.plan.plan import Plan
+from platform.runtime import pipeline
 from platform.runtime.communicator import Communicator, SingleRank
 from platform.runtime.flat_buffers import FlatBucket
 from platform.train.generator import TextGenerator
 from platform.train.replies import AskedTexts, Choice
 from tests.harness.oracle import trainer_of
-from tests.harness.threads import run_threads
+from tests.harness.threads import ThreadInModes, run_threads
 
 T = TypeVar("T")
 
@@ -149,7 +151,9 @@ def count(c: Config, plan: Plan, steps: int = 2) -> list[Counted]:
     gc.collect()
     gc.disable()
     try:
-        return _on_each_rank(plan, work)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "ThreadPoolExecutor", ThreadInModes)
+            return _on_each_rank(plan, work)
     finally:
         gc.enable()
 

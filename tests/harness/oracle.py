@@ -121,6 +121,7 @@ def configure(
     offload: bool = False,
     gathered: str = "",
     async_products: str = "auto",
+    pair_passes: str = "auto",
     mlp_chunks: int = 1,
     **model: Any,
 ) -> Config:
@@ -140,7 +141,7 @@ def configure(
     c.parallel.context_pieces = context_pieces
     c.pipeline = Pipeline(pipeline, stages, chunks, scatter_gather=scatter_gather)
     c.train.microbatch, c.train.global_batch, c.train.steps = microbatch, global_batch, STEPS
-    c.train.mlp_chunks = mlp_chunks
+    c.train.mlp_chunks, c.train.pair_passes = mlp_chunks, pair_passes
     c.optimizer.lr, c.optimizer.clip = 1e-2, 0.5
     return c
 
@@ -256,7 +257,7 @@ def on_host(result: Result) -> Result:
 def trainer_of(c: Config, plan: Plan, communicator: Communicator, corpus: Any = None, fresh: bool = True) -> Trainer:
     """A rank's trainer, with the rows that the driver would hand it."""
     stage = communicator.coordinates["stage"]
-    rows = stage_rows(build_schedules(c, c.parallel.data))[stage]
+    rows = stage_rows(build_schedules(c, c.parallel.data, plan.pairs_passes))[stage]
     return Trainer(c, plan, communicator, corpus or Tokens(c), rows, fresh)
 
 

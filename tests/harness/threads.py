@@ -5,14 +5,32 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from platform.plan.layout import Mesh
 from platform.runtime.communicator import Communicator
+
+
+class ThreadInModes(ThreadPoolExecutor):
+    """A thread whose calls are under the dispatch modes of the thread that gives them, which are a thread's own."""
+
+    def submit(self, function, *arguments):
+        modes = _get_current_dispatch_mode_stack()
+
+        def call():
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                return function(*arguments)
+
+        return super().submit(call)
 
 
 class _Meeting:

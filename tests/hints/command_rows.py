@@ -248,6 +248,7 @@ plan train.attention_kernel=flash model.dropout=0.1 model.fused_dropout=true
 plan recompute=selective cluster.device=cuda
 plan train.graphs=on cluster.device=cpu
 plan tensor.async_products=on
+plan train.pair_passes=on
 doctor data=pairs data.path={pairs} data.streaming=true model.kind=encoder_decoder
 doctor data=text data.path={text} data.streaming=true data.validation=0.1
 doctor data.path={text}

@@ -99,7 +99,7 @@ class GenerationFormer:
             members, replanned = self.recruiter.await_members(crew)
         start = perf_counter()
         plan, size = replanned.plan, replanned.plan.mesh.world_size
-        schedules = build_schedules(replanned.config, plan.num_replicas)
+        schedules = build_schedules(replanned.config, plan.num_replicas, plan.pairs_passes)
         schedule = schedules[-1]
         number = self._journal.begin_generation()
         mesh, new_digest, alive = dict(plan.mesh.axes), plan_digest(plan), len(members)

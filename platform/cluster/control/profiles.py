@@ -335,13 +335,13 @@ class StepProfiles:
 
     def _build_note(self, generation: Generation, row: MetricsRow) -> StepNote:
         """Return the note on a profiled step: names and places of its ranks, its parts as measured and as predicted."""
-        nodes, job = generation.formed.domains, generation.job
+        nodes, job, plan = generation.formed.domains, generation.job, generation.plan
         names = [f"{job.rank_name(rank)} on {node.partition('/')[0]}" for rank, node in enumerate(nodes)]
         measured, stages = dict(row.parts or {}), [at["stage"] for at in job.coordinates]
         forecast = self._forecast.of_step if row.predicted_seconds else None
         if forecast is None:
             return StepNote(names, nodes, stages, measured)
-        schedule = build_schedules(generation.formed.config, generation.plan.num_replicas)[-1]
+        schedule = build_schedules(generation.formed.config, plan.num_replicas, plan.pairs_passes)[-1]
         simulated = forecast.simulated(schedule)
         spans: list[list[PredictedSpan]] = []
         for stage in range(schedule.stages):

@@ -276,7 +276,8 @@ class DispatchRowsOp(Op):
         own_seats, lent = ends.exchange_seats(ops.plan.planner, out, ops.communicator.rank), ops.plan.scheme.lent
         own_place = ops.communicator.group_index(own_seats[0]) if own_seats[0] else 0
         seats = kernel.ExpertSeats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
-        counts = kernel.count_rows(ops.communicator, weights, seats, chosen)
+        with ops.communicator.keep_turn():
+            counts = kernel.count_rows(ops.communicator, weights, seats, chosen)
         ops.record_sent_rows(name, zip(seats.experts_by_seat, counts.given, strict=True), counts.sent)
         return ops.convert_block(kernel.dispatch_rows(ops.communicator, x, counts), join), counts
 

@@ -1,14 +1,22 @@
 """The generated tables: the golden order, torch's public generators, what is refused."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from platform.plan.generators import SCHEDULES, SHIPPED, generate, nearest_legal_microbatches
-from platform.plan.schedule import Action, Kind, ScheduleError, table
-from platform.plan.simulate import validate_schedule
+from platform.plan.generators import (
+    SCHEDULES,
+    SHIPPED,
+    _build_row,
+    build_paired_table,
+    generate,
+    nearest_legal_microbatches,
+)
+from platform.plan.schedule import Action, Kind, Schedule, ScheduleError, table
+from platform.plan.simulate import simulate, validate_schedule
 from tests.plan.blocking import forward_only
 
 GOLDEN = """\
@@ -147,12 +155,51 @@ def test_tables_of_shipped_schedules_are_sound(record_count):
     small = itertools.product(SHIPPED, range(1, 7), range(1, 4), range(1, 14))
     sizes = [*small, ("zb_h1", 16, 1, 48), ("interleaved", 16, 3, 64), ("1f1b", 32, 1, 40)]
     seen = 0
-    for kind, stages, chunks, microbatches in sizes:
+    cases = [(*size, None) for size in sizes]
+    cases += [(*size, build_paired_table) for size in sizes if size[0] == "interleaved"]
+    for kind, stages, chunks, microbatches, generator in cases:
         try:
-            schedule = generate(kind, stages, chunks, microbatches)
+            schedule = generate(kind, stages, chunks, microbatches, generator)
         except ScheduleError:
             continue
         validate_schedule(schedule)
         seen += 1
     assert seen > 400
     record_count("tables of shipped schedules", seen, seen)
+
+
+IN_PAIRS = """\
+stage 0 | 0F0 0F1 0F2 0F3|0B0 0F4|0B1 0F5|0B2 0B3 0B4 0B5
+stage 1 | 1F0 1F1|1B0 1F2|1B1 1F3|1B2 1F4|1B3 1F5|1B4 1B5"""
+
+
+def test_a_forward_pass_runs_with_the_backward_pass_of_an_earlier_microbatch():
+    assert table(generate("1f1b", 2, 1, 6, build_paired_table).rows) == IN_PAIRS
+    assert table(generate("1f1b", 1, 1, 3, build_paired_table).rows) == "stage 0 | 0F0 0F1|0B0 0F2|0B1 0B2"
+    assert table(generate("1f1b", 1, 1, 1, build_paired_table).rows) == "stage 0 | 0F0 0B0"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_pairs_have_the_bubble_of_1f1b(stages):
+    """With one forward pass more in the warm-up than 1F1B has, neighbours would compute in turn."""
+    pairs = generate("1f1b", stages, 1, 4 * stages, build_paired_table)
+    plain = simulate(generate("1f1b", stages, 1, 4 * stages))
+    assert simulate(pairs).bubble == pytest.approx(plain.bubble)
+    assert simulate(pairs).peak_live == tuple(2 * (stages - stage) for stage in range(stages))
+    rows = []
+    for stage in range(stages):
+        row, warmup = _build_row(stage, stages, 1, [(m, 0) for m in range(4 * stages)], stages - stage), stages - stage
+        rows.append(tuple(replace(a, paired=warmup <= i < 8 * stages - warmup) for i, a in enumerate(row)))
+    assert stages == 1 or simulate(replace(pairs, rows=tuple(rows))).bubble > 3 * plain.bubble
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["F0 F1* B0", "F0 B0* F1*", "F0 F1* F2* B0 B1 B2", "F0* B0* F1 B1", "F0 F1* I0* W0 I1 W1"],
+)
+def test_what_is_no_pair_is_refused(row):
+    """A backward pass alone, two forward passes, one that waits for its own partner, an input's gradient."""
+    actions = [Action(Kind(a[0]), int(a[1]), 0, paired=a.endswith("*")) for a in row.split()]
+    count = 1 + max(a.microbatch for a in actions)
+    with pytest.raises(ScheduleError, match="is no pair of a forward and a backward pass"):
+        validate_schedule(Schedule("mine", 1, 1, count, (tuple(actions),)))

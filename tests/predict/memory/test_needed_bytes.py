@@ -101,6 +101,9 @@ PLANS |= {
                                    "router_jitter": 0.1},
     "experts, zb_h1, zero 2, bf16": {**ROUTED, **STAGES, "pipeline": "zb_h1", "data": 2, "zero": 2, "microbatch": 4,
                                      "precision": "bf16"},
+    "experts in pairs": {**ROUTED, "data": 2, "experts_of": 2, "microbatch": 2, "pair_passes": "on"},
+    "experts in pairs, 1f1b, zero 1, bf16": {**ROUTED, **STAGES, "pipeline": "1f1b", "data": 2, "experts_of": 2,
+                                             "zero": 1, "microbatch": 1, "precision": "bf16", "pair_passes": "on"},
     "experts without a bound, 1f1b": {**ROUTED, **STAGES, "capacity_factor": 0.0, "pipeline": "1f1b"},
 }  # fmt: skip
 DROPLESS: dict[str, Any] = {**ROUTED, "capacity_factor": 0.0, "microbatch": 2}
