@@ -164,6 +164,7 @@ def draw_plan(r: Random, scheme: str, schedule: str, least_data: int = 1, expert
     square = c.tensor.axes.get("y", 1) == c.tensor.axes.get("z", 1) > 1 and not c.parallel.zero
     c.tensor.vectors = beside.choice((*VECTORS,)) if square else "even"
     c.tensor.async_products = beside.choice(("auto", "on"))
+    c.train.pair_passes = beside.choice(("auto", "on", "on"))
     return c
 
 

@@ -63,6 +63,7 @@ def drawn(r: Random) -> list[str]:
         "parallel.bucket_mib": lambda: r.choice((0, 0.01, 25, "auto", "big")),
         "tensor.uneven": lambda: r.choice(("true", "false")),
         "tensor.async_products": lambda: r.choice(("on", "off")),
+        "train.pair_passes": lambda: r.choice(("on", "off")),
         "recompute": lambda: r.choice(("full", "selective")),
     }
     share = r.choice((0.05, 0.1, 0.2))

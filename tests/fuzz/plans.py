@@ -188,14 +188,17 @@ def planned(configs: Sequence[Config]) -> list[Plan]:
 
 
 def plan_if_legal(c: Config) -> Plan:
-    """Plan a configuration; without asynchronous products, if they alone are refused."""
+    """Plan a configuration; without asynchronous products or passes in pairs, if they alone are refused."""
     try:
         return make_plan(c)
     except ConfigError as error:
-        if c.tensor.async_products != "on" or not all(x.startswith("tensor.async_pr") for x in error.violations):
+        drawn = {"tensor.async_products=on": c.tensor, "train.pair_passes=on": c.train}
+        refused = [key for key in drawn if any(x.startswith(key) for x in error.violations)]
+        if not all(x.startswith(tuple(refused)) for x in error.violations) or not refused:
             raise
-        c.tensor.async_products = "auto"
-        return make_plan(c)
+        for key in refused:
+            setattr(drawn[key], key.partition(".")[2].removesuffix("=on"), "auto")
+        return plan_if_legal(c)
 
 
 def suits(configs: Sequence[Config], plans: Sequence[Plan]) -> bool:
@@ -254,7 +257,7 @@ def alone(c: Config, phases: Phases, nudge: float = 0.0, asks: bool = False) -> 
     together = batch if choose_quantisation(c) is None else c.train.microbatch * c.parallel.data  # with one scale
     one = configure(global_batch=batch, microbatch=together)
     one.model, one.optimizer, one.seed, one.tune, one.quantise = c.model, c.optimizer, c.seed, c.tune, c.quantise
-    one.train = replace(c.train, microbatch=together, mlp_chunks=1)
+    one.train = replace(c.train, microbatch=together, mlp_chunks=1, pair_passes="auto")
     one.data = c.data
     plan = make_plan(one)
     trainer = trainer_of(one, plan, SingleRank(plan.mesh), open_data(one))

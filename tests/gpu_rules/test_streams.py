@@ -175,9 +175,11 @@ T, RC, XYZ = (
 )
 # each number that is read is 1: a copy of a token has a row at each of three seats
 LENT = {"parallel.lent_experts": 1, "model.experts_per_token": 3}
+PAIRED = {"microbatch": 1, "global_batch": 4, "experts_of": 2, "pair_passes": "on"}
 HOST_KEPT = {"recompute": "full", "offload": True}
 MEMORY_LENGTH = {"tensor": "layout", "axes": {"m": 2}, "rules": {"memory_length": ["m"], "d_kv": []}, "layers": 1}
 CASES = {
+    "passes in pairs": Case({**TWO, **PAIRED}, model="experts"),
     "zero=0": Case(TWO),
     "zero=1": Case({**TWO, "zero": 1}),
     "zero=2": Case({**TWO, "zero": 2}),
@@ -246,6 +248,8 @@ MORE = {
     "comparison": Case({**TWO, "zero": 1}, compare),
     "ring": Case({"context": 4, "context_kind": "ring"}, model="llama"),
     "dropless experts": Case({**TWO, "experts_of": 2}, model="gpt_oss"),
+    "rows in pairs": Case({**TWO, **PAIRED}, model="gpt_oss"),
+    "pairs, 1f1b": Case({**PAIR, **PAIRED, "data": 2, "global_batch": 8}, model="experts"),
     "lent experts": Case({**TWO, "experts_of": 2}, lend, model="gpt_oss", settings=LENT),
     "distill, 1d": Case({"tensor": "1d", **T}, settings={"train.loss": "distill", "train.teacher": "none is read"}),
     "preferences, context": Case(
@@ -324,6 +328,15 @@ def test_negative_control_a_wait_that_is_taken_away_is_found(names):
     made = set().union(*of.values())
     needed = {s for s in made if any(s in of[name] and races(notes(name), without=s) for name in shortest)}
     assert {f"{site.function}: {site.call}" for site in made - needed} == IDLE.keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["passes in pairs", "rows in pairs", "pairs, 1f1b"])
+def test_negative_control_an_exchange_in_a_pair_that_is_not_waited_for(name):
+    """Another pass computes meanwhile, in the same stream: that is no wait."""
+    found = notes(name)
+    exchanges = [s for s in waits(found) if s.file.endswith(("conversion.py", "expert_rows.py"))]
+    assert exchanges and all(races(found, without=site) for site in exchanges), exchanges
 
 
 TOO_EARLY = {
