@@ -7,15 +7,16 @@ features that it makes, and `weight`, its own gradient, the tokens of a microbat
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from platform.plan.model_types import RANK, Operation, Parameter, Spec
 
 T = TypeVar("T")
 Dims = tuple[str, ...]
 Tile = tuple[int, int]  # rows and columns with one scale, of matrices whose columns a product contracts; 0: all
+Version = tuple[int, int]
 
 MX_BLOCK = 32  # elements with one scale, as the OCP's MX formats have
 SCALE_BYTES = 4  # of a scale in fp32, whatever values it may have
@@ -24,6 +25,37 @@ LEAST_MAXIMUM = 1e-12  # of numbers with one scale that is no power of two, as i
 ROLES = {"forward": ("activation", "weight"), "input": ("gradient", "weight"), "weight": ("activation", "gradient")}
 PHASES = {"forward": "forward", "input": "backward", "weight": "backward"}
 EXACT = ("block", "mx")  # scales of blocks, whose maxima no rank asks another for
+
+
+class ScaledKernel(NamedTuple):
+    """Kernel of torch that multiplies matrices in 8 bits, on GPUs of a compute capability from `least` to below `below`
+    with the `cuda` that brought it. `scalings`: tiles whose scales it takes -> their name in torch's `ScalingType`;
+    `of_powers`: its scales are powers of two."""
+
+    least: Version
+    below: Version
+    cuda: Version
+    scalings: Mapping[Tile, str]
+    of_powers: bool = False
+
+
+KERNELS = (
+    ScaledKernel((8, 9), (99, 0), (12, 0), {(0, 0): "TensorWise"}),
+    ScaledKernel((9, 0), (99, 0), (12, 0), {(1, 0): "RowWise"}),
+    ScaledKernel((9, 0), (10, 0), (12, 9), {(1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128"}),
+    # a longer tile than MX's: several of these with one scale
+    ScaledKernel(
+        (10, 0), (11, 0), (12, 8), dict.fromkeys([(1, MX_BLOCK), (1, 128), (128, 128)], "BlockWise1x32"), True
+    ),
+)
+ARCHITECTURES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}  # those that kernels begin or end with
+
+
+def find_scaled_kernel(tiles: Iterable[Tile], powers: bool, capability: Version) -> ScaledKernel | None:
+    """Return the kernel of GPUs for operands with scales of `tiles`, powers of two or not; None if they emulate it."""
+    wanted = set(tiles)
+    of_gpu = (k for k in KERNELS if k.least <= capability < k.below and (powers or not k.of_powers))
+    return next((k for k in of_gpu if wanted <= k.scalings.keys()), None)
 
 
 @dataclass(frozen=True)
@@ -48,6 +80,10 @@ class Quantisation:
     def has_equal_tiles(self) -> bool:
         """Return True if both passes make the same numbers of a weight in 8 bits, and make them again of themselves."""
         return self.scale in ("block", "tensor") and self.powers
+
+    def has_kernels(self, capability: Version) -> bool:
+        """Return True if GPUs of a compute capability have kernels for such operands."""
+        return find_scaled_kernel(self.tiles, self.powers, capability) is not None
 
     @property
     def title(self) -> str:

@@ -1,42 +1,35 @@
 """Matrices in 8 bits: values in e4m3 or e5m2 with a scale for each tile, and their products, by a kernel or emulated.
 
-`ScaledEinsums` multiplies local tensors of named dims, each quantised along the dims that the product contracts.
 Scales of blocks are DeepSeek-V3's (2024, section 3.3.2), equal to torchao's; as powers of two they are rounded up.
+Kernels are cuBLAS's, by `torch.nn.functional.scaled_mm`; `platform.plan.quantisation` says which GPU has which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
-from math import prod
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.functional import ScalingType, SwizzleType
 
-from platform.plan.operation_plan import Einsum
-from platform.plan.quantisation import (
-    LEAST_MAXIMUM,
-    ROLES,
-    Quantisation,
-    ScaledProducts,
-    Tile,
-    arrange_product,
-    contracted_dims,
-)
-from platform.runtime.communicator import Communicator
-from platform.runtime.conversion import is_absent_block
-from platform.runtime.products import local_einsum_function
-from platform.runtime.statistics import max_over_ranks, widen_dtype
+from platform.plan.quantisation import LEAST_MAXIMUM, MX_BLOCK, Tile, Version, find_scaled_kernel
+from platform.runtime.statistics import widen_dtype
 
 FORMS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LEAST_EXPONENT, MOST_EXPONENT = -127, 127  # of a scale that is a power of two, which e8m0 holds
 MANTISSA, EXPONENT_OF_ONE = 52, 1023  # bits of a number in fp64; how it stores the exponent 0
-KERNEL_SIDE = 16  # by which the kernel wants the sides of its matrices to divide
+SCALE_MANTISSA = 23  # bits of a number in fp32
+KERNEL_SIDE = 16  # by which kernels want the sides of their matrices to divide
+# Scales that kernels read at once: so many along k, and of MX of four times 32 rows
+SCALES_ALONG_K, SCALE_GROUPS, SCALE_LANES = 4, 4, 32
 
-Dims = tuple[str, ...]
+BLOCKS = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+_LIBRARY = torch.library.Library("platform", "FRAGMENT")
+_LIBRARY.define(
+    "multiply_scaled(Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, int[] scalings, ScalarType dtype) -> Tensor"
+)
 
 
 class ScaledMatrix(NamedTuple):
@@ -116,116 +109,87 @@ def round_tiles(x: Tensor, tile: Tile, factors: Tensor, dtype: torch.dtype) -> T
 
 def multiply_scaled(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype, powers: bool) -> Tensor:
     """Return the products, in `dtype`, of matrices in 8 bits a [.., rows, k] and b [.., columns, k]."""
-    if has_scaled_kernel(a, b, dtype):
-        return multiply_by_kernel(a, b, dtype)
+    if scalings := choose_scalings(a, b, dtype, powers):
+        return multiply_by_kernel(a, b, dtype, scalings)
     # times a power of two, values fit in the compute type as they are
     exact = dtype if powers else torch.promote_types(dtype, torch.float32)
     return torch.matmul(a.decode(exact), b.decode(exact).mT).to(dtype)
 
 
-def has_scaled_kernel(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> bool:
-    """Return True if one kernel multiplies two matrices in 8 bits: on GPUs, where a matrix or a row has one scale."""
-    is_plain = a.values.dim() == 2 and not (a.tile[1] or b.tile[1]) and a.tile == b.tile
-    aligned = not any(n % KERNEL_SIDE for n in (*a.values.shape, *b.values.shape))
-    if not (is_plain and aligned and dtype in (torch.bfloat16, torch.float32)):
-        return False
-    return find_capability(a.values.device) >= ((9, 0) if a.tile[0] else (8, 9))
+def choose_scalings(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype, powers: bool) -> list[ScalingType] | None:
+    """Return how a kernel of this GPU takes the scales of two matrices in 8 bits; None if it has none for them."""
+    kernel = find_scaled_kernel((a.tile, b.tile), powers, find_capability(a.values.device))
+    if kernel is None or find_cuda_version() < kernel.cuda or dtype not in (torch.bfloat16, torch.float32):
+        return None
+    scalings = [getattr(ScalingType, kernel.scalings[m.tile]) for m in (a, b)]
+    # a kernel reads whole tiles, and blocks of weights beside rows of something else
+    fits = all(n % max(KERNEL_SIDE, e) == 0 for m in (a, b) for n, e in zip(m.values.shape[-2:], m.tile, strict=True))
+    fits &= scalings != [ScalingType.BlockWise128x128] * 2
+    e4m3 = {a.values.dtype, b.values.dtype} == {torch.float8_e4m3fn}
+    return scalings if fits and (e4m3 or not a.tile[1]) else None
 
 
-def find_capability(device: torch.device) -> tuple[int, int]:
+def find_capability(device: torch.device) -> Version:
     """Return the compute capability of a GPU, which decides what it multiplies in 8 bits; (0, 0) of a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def multiply_by_kernel(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype) -> Tensor:
-    """Return the product of two matrices in 8 bits by torch's kernel, which takes scales of whole matrices or rows."""
-    scales = (a.scales.contiguous(), b.scales.t().contiguous()) if a.tile[0] else (a.scales[0, 0], b.scales[0, 0])
-    # of rows, the one type that it writes on GPUs
-    narrow = torch.bfloat16 if a.tile[0] and a.values.device.type != "cpu" else dtype
-    return torch._scaled_mm(a.values, b.values.t(), *scales, out_dtype=narrow).to(dtype)
-
-
-def arrange_as_matrices(x: Tensor, dims: Dims, shared: Dims, contracted: Dims, how: Quantisation) -> Tensor:
-    """Return x as matrices [shared, other dims, contracted dims] to be quantised along their rows. Where blocks have
-    scales, each sequence of a batch begins one."""
-    extents = dict(zip(dims, x.shape, strict=True))
-    rows = [d for d in dims if d not in shared and d not in contracted]
-    turned = x.permute([dims.index(d) for d in (*shared, *rows, *contracted)])
-    if contracted[0] == "batch" != contracted[-1] and how.tiles[0][1]:
-        turned = F.pad(turned, (0, -extents[contracted[-1]] % how.block))
-    inner = prod(turned.shape[len(shared) + len(rows) :])
-    return turned.reshape(prod(extents[d] for d in shared), prod(extents[d] for d in rows), inner)
-
-
 @cache
-def _find_plain_function(x: Dims, weight: Dims, out: Dims, product: str) -> Callable[..., Tensor]:
-    """Return the function of a `product` of an einsum in the compute type, as `local_einsum_function` has it."""
-    return local_einsum_function(*arrange_product(x, weight, out, product))
+def find_cuda_version() -> Version:
+    """Return the version of CUDA that torch is built with; (0, 0) without."""
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return int(major), int(minor)
 
 
-class ScaledEinsums:
-    """Products of a group of einsums in one pass, each operand of which is quantised once. `communicator`: takes
-    maxima over ranks, as planned."""
+def multiply_by_kernel(a: ScaledMatrix, b: ScaledMatrix, dtype: torch.dtype, scalings: list[ScalingType]) -> Tensor:
+    """Return the products, in `dtype`, of matrices in 8 bits by a kernel, which takes their scales as `scalings`."""
+    # of rows, the one type that it writes on GPUs
+    narrow = torch.bfloat16 if ScalingType.RowWise in scalings and a.values.device.type != "cpu" else dtype
+    scales = [arrange_scales(m, scaling) for m, scaling in zip((a, b), scalings, strict=True)]
+    chosen = [scaling.value for scaling in scalings]
+    return torch.ops.platform.multiply_scaled(a.values, b.values, *scales, chosen, narrow).to(dtype)
 
-    def __init__(self, communicator: Communicator):
-        """Begin the products in 8 bits of a pass; none of their operands are quantised yet."""
-        self._communicator = communicator
-        self._operands: dict[tuple, tuple[Tensor, ScaledMatrix]] = {}  # beside each the tensor, so that no id is reused
 
-    def find_function(self, e: Einsum, product: str) -> Callable[..., Tensor]:
-        """Return the function of a `product` of the einsum e, in 8 bits or as `local_einsum_function` has it."""
-        if e.scaled is None or product not in e.scaled.products:
-            return _find_plain_function(e.x_dims, e.dims, e.out_dims, product)
-        dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
-        return partial(self._multiply, e.scaled, product, dims)
+def arrange_scales(m: ScaledMatrix, scaling: ScalingType) -> Tensor:
+    """Return the scales of matrices in 8 bits in the order of memory in which a kernel reads them (cuBLAS, "1D and 2D
+    block scaling"): those along k row by row of another block, to four of them; of MX bytes of e8m0, in tiles."""
+    if scaling == ScalingType.BlockWise1x128:
+        return m.scales.mT.contiguous()
+    if scaling == ScalingType.BlockWise128x128:
+        return F.pad(m.scales, (0, -m.scales.shape[-1] % SCALES_ALONG_K))
+    if scaling != ScalingType.BlockWise1x32:
+        return m.scales
+    *stack, rows, columns = m.scales.shape
+    repeats = m.tile[0], m.tile[1] // MX_BLOCK
+    exponents = (m.scales.view(torch.int32) >> SCALE_MANTISSA).to(torch.uint8)  # of a power of two: its e8m0
+    exponents = exponents[..., :, None, :, None].expand(*stack, rows, repeats[0], columns, repeats[1])
+    exponents = exponents.flatten(-4, -3).flatten(-2)
+    high, wide = SCALE_GROUPS * SCALE_LANES, SCALES_ALONG_K
+    exponents = F.pad(exponents, (0, -exponents.shape[-1] % wide, 0, -exponents.shape[-2] % high))
+    tiles = exponents.reshape(
+        *stack, exponents.shape[-2] // high, SCALE_GROUPS, SCALE_LANES, exponents.shape[-1] // wide, wide
+    )
+    return tiles.transpose(-4, -2).flatten(-5)
 
-    def _multiply(
-        self, scaled: ScaledProducts, product: str, dims: tuple[Dims, Dims, Dims], x: Tensor, y: Tensor,
-        bias: Tensor | None = None, into: Tensor | None = None, fresh: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Return a product in 8 bits of x and y, with the `bias` or added to `into`, as `local_einsum_function`."""
-        if is_absent_block(x):
-            return x + y if into is None else into
-        a, b, out = dims
-        extents = dict(zip((*a, *b), (*x.shape, *y.shape), strict=True))
-        contracted, shared = contracted_dims(a, b, out), tuple(d for d in a if d in b and d in out)
-        left, right = (self._quantise(scaled, product, n, t, dims[n], shared, contracted) for n, t in enumerate((x, y)))
-        left, right = (m if shared else m.drop_stack() for m in (left, right))
-        if bias is None and next(d for d in out if d not in shared) in b:  # as gradients of weights lie
-            (left, a), (right, b) = (right, b), (left, a)
-        z = multiply_scaled(left, right, x.dtype if into is None else into.dtype, scaled.how.powers)
-        z = z if bias is None else z + (bias.reshape(-1) if not shared else bias.reshape(z.shape[0], 1, -1))
-        order = [*shared, *(d for d in (*a, *b) if d in out and d not in shared)]
-        z = z.view([extents[d] for d in order]).permute([order.index(d) for d in out])
-        if into is None:
-            return z.contiguous()
-        return into.copy_(z) if fresh else into.add_(z)
 
-    def round_rows(self, e: Einsum, product: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the operands of a product of rows of several experts, as the numbers that they are in 8 bits if so
-        planned: no kernel multiplies these here."""
-        if e.scaled is None or product not in e.scaled.products or is_absent_block(x):
-            return x, y
-        dims = arrange_product(e.x_dims, e.dims, e.out_dims, product)
-        contracted, rounded = contracted_dims(*dims), list[Tensor]()
-        for n, (t, names) in enumerate(zip((x, y), dims, strict=False)):
-            shared = tuple(d for d in names if d == "experts")
-            numbers = self._quantise(e.scaled, product, n, t, names, shared, contracted).decode(widen_dtype(t).dtype)
-            order = [*shared, *(d for d in names if d not in (*shared, *contracted)), *contracted]
-            numbers = numbers.view([t.shape[names.index(d)] for d in order]).permute([order.index(d) for d in names])
-            rounded.append(numbers.to(t.dtype).contiguous())
-        return rounded[0], rounded[1]
+def _multiply(a, b, a_scales, b_scales, scalings, dtype):
+    """Return products of matrices in 8 bits, one after another, by torch's kernel; scales as `arrange_scales` has."""
+    if a.dim() > 2:
+        stacks = zip(a, b, a_scales, b_scales, strict=True)
+        return torch.stack([_multiply(*matrices, scalings, dtype) for matrices in stacks])
+    left, right = map(ScalingType, scalings)
+    if left == ScalingType.BlockWise1x32:
+        a_scales, b_scales = (scales.view(torch.float8_e8m0fnu) for scales in (a_scales, b_scales))
+    else:
+        a_scales, b_scales = a_scales.t() if left in BLOCKS else a_scales, b_scales.t()
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if left == ScalingType.BlockWise1x32 else SwizzleType.NO_SWIZZLE
+    return F.scaled_mm(a, b.t(), a_scales, left, b_scales, right, swizzle, swizzle, output_dtype=dtype)
 
-    def _quantise(
-        self, scaled: ScaledProducts, product: str, number: int, x: Tensor, dims: Dims, shared: Dims, contracted: Dims
-    ) -> ScaledMatrix:
-        """Return operand `number` of a product as matrices in 8 bits, as an earlier product of the pass has made it."""
-        how, role, axes = scaled.how, ROLES[product][number], scaled.axes_of_maximum(product, number)
-        key = id(x), shared, contracted
-        if key not in self._operands:
-            operand = x if get_proxy_mode() is None else torch.ops.platform.operand(x)
-            matrices, tile = arrange_as_matrices(operand, dims, shared, contracted, how), how.tiles[role == "weight"]
-            maxima = max_over_ranks(self._communicator, find_tile_maxima(matrices, tile), axes)
-            form = how.gradients if role == "gradient" else "e4m3"
-            self._operands[key] = x, quantise_matrices(matrices, tile, form, how.powers, maxima)
-        return self._operands[key][1]
+
+def _multiply_fake(a, b, a_scales, b_scales, scalings, dtype):
+    """Return tensors without numbers in the place of products of matrices in 8 bits."""
+    return a.new_empty(*a.shape[:-1], b.shape[-2], dtype=dtype)
+
+
+_LIBRARY.impl("multiply_scaled", _multiply, "CompositeExplicitAutograd")
+torch.library.register_fake("platform::multiply_scaled", _multiply_fake, lib=_LIBRARY)

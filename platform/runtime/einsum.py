@@ -12,7 +12,6 @@ from torch import Tensor
 from platform.plan.operation_plan import JOINS_GRADIENTS, Einsum, EinsumGroup
 from platform.runtime.communicator import ArrivedCollective, Communicator
 from platform.runtime.conversion import PendingConversion, convert, convert_differentiably, is_absent_block
-from platform.runtime.eight_bits import ScaledEinsums
 from platform.runtime.flat_buffers import AdjacentParameters
 from platform.runtime.products import (
     RowGroups,
@@ -26,6 +25,7 @@ from platform.runtime.products import (
 )
 from platform.runtime.recompute import Rebuild
 from platform.runtime.residency import Operands
+from platform.runtime.scaled_einsums import ScaledEinsums
 from platform.runtime.statistics import (
     add_gradient,
     add_local_gradient_sum,

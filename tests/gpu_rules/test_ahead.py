@@ -78,11 +78,12 @@ BUDGETS = {
     # Products in 8 bits, each operand of which is quantised: Q, K and V, gate and up are products apart, 7 in place of
     # 4, and 14 of 8. Along rows its maxima and what rounds by them are one kernel, which reads it once; of a weight's
     # tiles of 128 x 128 two, as no block of threads holds one; along columns two, as torch fuses none of these. A
-    # maximum of all of a column takes one more, over its parts. What is emulated is rounded to 16 bits, not to 8.
-    "llama_8b_fp8 block_forward": (34, 46.2),
-    "llama_8b_fp8 block_backward": (63, 48.2),
-    "llama_8b_in_mx block_forward": (25, 42.5),
-    "llama_8b_in_mx block_backward": (57, 48.7),
+    # maximum of all of a column takes one more, over its parts. What is emulated, as MX on sm_90, is rounded to 16 bits,
+    # not to 8. On sm_100 scales take a kernel more, which arranges them: 9 and 18 of fp8.
+    "llama_8b_fp8 block_forward": (44, 40.9),
+    "llama_8b_fp8 block_backward": (83, 41.6),
+    "llama_8b_in_mx block_forward": (26, 42.5),
+    "llama_8b_in_mx block_backward": (76, 48.7),
     "llama_8b_in_rows block_forward": (23, 37.1),
     "llama_8b_in_rows block_backward": (68, 36.9),
     **{f"apply_{function} with gradients": (2, 8.01) for function in GATED},
@@ -97,6 +98,7 @@ SPILLS = {
     **{f"{run} block_backward": (0, 8) for run in ("fine_tune_offload", "preferences_offload")},
     **{f"{run} block_backward": (0, 32) for run in ADAPTED},
     "llama_8b_in_rows block_backward": (0, 8),
+    "llama_8b_in_mx block_backward": (0, 80),
     "one_gpu_apart block_input_gradients": (8, 8),
     "one_gpu block_backward": (8, 8),
 }
@@ -139,7 +141,7 @@ def compiled(tmp_path_factory):
 @suite("runs whose regions are compiled ahead of time, on sm_90 and sm_100", CASES, CHOSEN)
 def test_the_regions_of_a_run(case, compiled):
     run, target = case.values()
-    assert [line for call in calls_of(run) for line in exceeded(run, compiled(call, target))] == []
+    assert [line for call in calls_of(run, target) for line in exceeded(run, compiled(call, target))] == []
 
 
 # run -> the most kernels of a layer, forward and backward, beside torch's addition to the sums of gradients

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from platform.config.fields import choose_quantisation
 from platform.launch import CONF, compose_config
 from platform.runtime import compiled_blocks, eight_bits, parallel_ops
 from platform.runtime.compilation import TracedFunction
@@ -35,9 +36,15 @@ RUNS = {path.stem: [f"+experiment={path.stem}"] for path in sorted((CONF / "expe
 }  # fmt: skip
 
 
+def calls_of(run: str, target: int = min(TARGETS)) -> tuple[Call, ...]:
+    """The calls of regions, each once, of a step and an evaluation of one of RUNS on a GPU of a compute capability,
+    which decides how products in 8 bits are computed."""
+    has_eight_bits = choose_quantisation(compose_config(RUNS[run])) is not None
+    return _calls_on(run, target if has_eight_bits else min(TARGETS))
+
+
 @cache
-def calls_of(run: str) -> tuple[Call, ...]:
-    """The calls of regions, each once, of a step and an evaluation of one of RUNS."""
+def _calls_on(run: str, target: int) -> tuple[Call, ...]:
     found: dict[Call, None] = {}
 
     def region(function):
@@ -53,7 +60,8 @@ def calls_of(run: str) -> tuple[Call, ...]:
     c.train.compile, c.optimizer.offload = "on", "none"  # what goes to host memory is no region
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_ops, "compile_region", region)
-        patch.setattr(eight_bits, "find_capability", lambda device: (min(TARGETS) // 10, 0))
+        patch.setattr(eight_bits, "find_capability", lambda device: divmod(target, 10))
+        patch.setattr(eight_bits, "find_cuda_version", lambda: (13, 0))
         compiled_blocks._split_graph.cache_clear()
         compiled_blocks._partition_graph.cache_clear()
         for rank in ranks(c):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import ScalingType
 
 from platform.plan.quantisation import Quantisation
 from platform.runtime.eight_bits import (
@@ -112,10 +113,11 @@ def test_the_kernel_is_what_is_emulated(kind):
     a, b = (quantise_matrices(t, TILES[kind], "e4m3", powers=False) for t in (x, w))
     exact = multiply_scaled(a, b, torch.float64, powers=False)
     bound = 1e-5 * (a.decode(torch.float64).abs() @ b.decode(torch.float64).abs().t())
-    assert ((multiply_by_kernel(a, b, torch.float32).double() - exact).abs() <= bound).all()
+    scalings = [{"tensor": ScalingType.TensorWise, "row": ScalingType.RowWise}[kind]] * 2
+    assert ((multiply_by_kernel(a, b, torch.float32, scalings).double() - exact).abs() <= bound).all()
     assert ((multiply_scaled(a, b, torch.float32, powers=False).double() - exact).abs() <= bound).all()
     wrong = ScaledMatrix(b.values, b.scales.roll(1) if kind == "row" else b.scales * 2, b.tile)
-    assert not ((multiply_by_kernel(a, wrong, torch.float32).double() - exact).abs() <= bound).all()
+    assert not ((multiply_by_kernel(a, wrong, torch.float32, scalings).double() - exact).abs() <= bound).all()
 
 
 def test_sums_of_powers_of_two_are_exact():

@@ -14,7 +14,7 @@ from platform.plan.plan_check import find_unsoundness
 from platform.plan.plan_data import decode_plan, encode_plan
 from platform.predict import make_plan as planning
 from platform.predict.make_plan import make_plan
-from platform.runtime import eight_bits, statistics
+from platform.runtime import eight_bits, scaled_einsums, statistics
 from tests.harness.oracle import MODELS, assemble, check_bytes, compare, configure, count_flips, run
 from tests.harness.replay import replay
 
@@ -211,7 +211,7 @@ def test_a_cut_block_is_another_model(name, monkeypatch):
 def test_a_neighbours_scale_is_found(monkeypatch):
     """The negative control: on one rank, of one product, the scales of other blocks."""
     c = configured("block", **PLANS["1d"])
-    expected, real = one_process(c), eight_bits.quantise_matrices
+    expected, real = one_process(c), scaled_einsums.quantise_matrices
 
     def exchange(x, tile, form, powers, maxima=None):
         scaled = real(x, tile, form, powers, maxima)
@@ -219,7 +219,7 @@ def test_a_neighbours_scale_is_found(monkeypatch):
             return scaled._replace(scales=scaled.scales.roll(1, -1))
         return scaled
 
-    monkeypatch.setattr(eight_bits, "quantise_matrices", exchange)
+    monkeypatch.setattr(scaled_einsums, "quantise_matrices", exchange)
     plan, ranks = run(c)
     with pytest.raises(AssertionError, match="gradient"):
         compare(c, plan, ranks, expected)
@@ -230,7 +230,7 @@ def test_the_maximum_of_one_rank_is_found(scale, monkeypatch):
     """The negative control: each rank scales by its own maxima."""
     c = configured(scale, **PLANS["1d"])
     expected = one_process(c)
-    monkeypatch.setattr(eight_bits, "max_over_ranks", lambda communicator, x, over: x)
+    monkeypatch.setattr(scaled_einsums, "max_over_ranks", lambda communicator, x, over: x)
     plan, ranks = run(c)
     with pytest.raises(AssertionError, match=r"gradient|replicas"):
         compare(c, plan, ranks, expected)
@@ -322,6 +322,6 @@ def test_numbers_that_flip_are_why(bits, least, monkeypatch):
 @full
 def test_negative_control_maxima_of_each_rank_differ_more(monkeypatch):
     (bare, _) = find_gap("none", "1d")
-    monkeypatch.setattr(eight_bits, "max_over_ranks", lambda communicator, x, over: x)
+    monkeypatch.setattr(scaled_einsums, "max_over_ranks", lambda communicator, x, over: x)
     gap, error = find_gap("row", "1d")
     assert gap > 4 * bare, (gap, bare, error)

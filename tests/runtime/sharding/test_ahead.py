@@ -9,7 +9,7 @@ import pytest
 
 from platform.plan.gather_order import find_fetches
 from platform.predict.make_plan import make_plan
-from platform.runtime import eight_bits, einsum
+from platform.runtime import einsum, scaled_einsums
 from tests.harness.oracle import MODELS, configure, examine, run, trainer_of
 from tests.harness.pairwise import product
 from tests.harness.suite import suite
@@ -90,8 +90,8 @@ def events_of_a_step(c, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(ThreadGroups, "launch", launched)
-        patched.setattr(eight_bits, "_find_plain_function", eight_bits._find_plain_function.__wrapped__)
-        for module in (einsum, eight_bits):
+        patched.setattr(scaled_einsums, "_find_plain_function", scaled_einsums._find_plain_function.__wrapped__)
+        for module in (einsum, scaled_einsums):
             patched.setattr(module, "local_einsum_function", multiplying)
         run_threads(plan.mesh, work)
     return plan, list(events.values())
