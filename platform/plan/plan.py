@@ -26,6 +26,7 @@ from platform.plan.model_types import (
 from platform.plan.operation_plan import Collective, PlannedOperation, traffic_bytes
 from platform.plan.operations.registry import OPERATIONS, Ops, count_flops
 from platform.plan.planner import Planner
+from platform.plan.quantisation import Quantisation
 from platform.plan.rule import Conversion, RelayoutStep, relayout_steps
 from platform.plan.scheme import Scheme
 
@@ -302,7 +303,13 @@ class Plan:
     @cached_property
     def has_scaled_products(self) -> bool:
         """Return True if the plan has products in 8 bits."""
-        return any(group.is_scaled for o in self.operations.values() for group in o.groups)
+        return self.quantisation is not None
+
+    @cached_property
+    def quantisation(self) -> Quantisation | None:
+        """Return how operands of the plan's products are in 8 bits; None if it has no such products."""
+        groups = (group for o in self.operations.values() for group in o.groups)
+        return next((e.scaled.how for group in groups for e in group.einsums if e.scaled), None)
 
     @property
     def frees_weights(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from platform.config.fields import Config, choose_quantised_products
+from platform.config.fields import Config, choose_quantisation, choose_quantised_products
 from platform.model import build_model
 from platform.optimizer.optimizers import count_stored_numbers, list_offloads
 from platform.plan.chunks import measure_units
@@ -91,7 +91,9 @@ class ContenderGrid:
             {word: Offload(*self.space.measure_offload(word)) for word in {*list_offloads(c), c.optimizer.offload}},
             c.parallel.overlap, may_compile(c.train.compile, "cuda"),
             device_kind(c) == "cuda", read_bucket_size(c), [*NF4_UNITS][c.tune.double],
-            read_narrow_gathers(c), read_async_products(c, self.workers),
+            read_narrow_gathers(c),
+            self.hardware.choose_narrow(how, base_precision(c.precision)) if (how := choose_quantisation(c)) else "",
+            read_async_products(c, self.workers),
         )  # fmt: skip
 
     @cached_property

@@ -76,8 +76,9 @@ class Circumstances:
     (`moments`), what each value of optimizer.offload moves (`offloads`), whether collectives of parameters go on beside
     computation (`overlap`), whether blocks are compiled where they can be (`compiles`), whether devices have libraries
     that reserve memory, MiB of gradients in a bucket, None if the links say (`bucket_mib`), elements that are together
-    in 4 bits (`unit`), and whether ZeRO-3 gathers weights in 8 bits (`narrow_gathers`), and products are one with
-    their collectives (`async_products`): on, off, or the faster way: auto."""
+    in 4 bits (`unit`), whether ZeRO-3 gathers weights in 8 bits (`narrow_gathers`), the precision at whose peak
+    products in 8 bits are computed (`narrow`), and whether products are one with their collectives (`async_products`):
+    on, off, or the faster way: auto."""
 
     hardware: Hardware
     precision: str
@@ -92,6 +93,7 @@ class Circumstances:
     bucket_mib: int | None
     unit: int
     narrow_gathers: str
+    narrow: str
     async_products: str = "off"
 
 
@@ -236,8 +238,8 @@ class Estimator:
         """Return the seconds of a product of every contender, whose sizes are columns."""
         h = self.setting.hardware
         tiled = price.tiling_shares(p.rows, p.columns, p.batch, h.processors, h.tile)
-        if in_8_bits and "fp8" in h.peaks:
-            return price.products_seconds(p, h, "fp8", 1, tiled) + price.cast_seconds(p, h)
+        if in_8_bits:
+            return price.products_seconds(p, h, self.setting.narrow, 1, tiled) + price.cast_seconds(p, h)
         return price.products_seconds(p, h, self.setting.precision, self.size["compute"], tiled)
 
     @cached_property

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from platform.plan.accelerators import find_accelerator
 from platform.plan.operation_plan import TRAFFIC
+from platform.plan.quantisation import Quantisation
 
 HOST_REACHED = 25 / 32  # of the bytes/s of a GPU's link to host memory: copies over PCIe 4.0 reach 25 GB/s
 LINK = ("bandwidth", "latency", "hop")
@@ -97,6 +98,12 @@ class Hardware:
     def peak_flops(self, precision: str) -> float:
         """Return the dense FLOP/s of the device's matrix products in a precision of a plan."""
         return self.peaks[precision]
+
+    def choose_narrow(self, how: Quantisation, precision: str) -> str:
+        """Return the precision at whose peak products in 8 bits are computed: fp8, or `precision` if emulated."""
+        entry = find_accelerator(self.name)
+        has_kernels = entry is None or how.has_kernels(entry.capability)
+        return "fp8" if has_kernels and "fp8" in self.peaks else precision
 
     def slow_down(self, times: Mapping[str, float]) -> Hardware:
         """Return the hardware whose `device`, links of a `node` and of the `network` take so many times as long."""

@@ -30,7 +30,7 @@ from platform.model.losses import violations_of_loss
 from platform.model.tuning import find_adapters
 from platform.optimizer import optimizers
 from platform.optimizer.optimizers import find_factored_matrices, find_muon_matrices
-from platform.plan.accelerators import nominal_memory
+from platform.plan.accelerators import find_accelerator, nominal_memory
 from platform.plan.adapters import can_quantise
 from platform.plan.chunks import RecordableModel
 from platform.plan.generators import SHIPPED
@@ -38,10 +38,10 @@ from platform.plan.layout import find_divisors, find_factorizations, format_coun
 from platform.plan.model_types import NF4_KINDS, PAIR_LOSSES, LabelLoss, Recompute
 from platform.plan.operations.recorder import IllegalPlan
 from platform.plan.operations.registry import Ops
-from platform.plan.operations.scaled_products import describe_other_scales, find_quantisation
+from platform.plan.operations.scaled_products import describe_other_scales
 from platform.plan.plan import Plan, base_precision
 from platform.plan.plan_builder import build_plan
-from platform.plan.quantisation import EXACT
+from platform.plan.quantisation import ARCHITECTURES
 from platform.plan.scheme import NESTED, RINGS, ModelMistake, Scheme, compose_scheme
 from platform.plan.step_collectives import communication
 from platform.predict import async_choice, choose_schedule, pair_choice
@@ -175,8 +175,8 @@ def _build_kind_plan(
         meshes = [str(m).replace("'", "") for m in islice(_iterate_legal_meshes(config, data), MESHES_SHOWN)]
         also = f"; tensor.axes of as many workers that do: {' or '.join(meshes)}" if meshes else ""
         raise ConfigError([*lines, last + also, *others]) from None
-    warnings = (*plan.warnings, *_warnings_of_ring(plan, config.model.dropout), *_warnings_of_emulation(plan))
-    plan = _mark_special_updates(config, replace(plan, warnings=warnings))
+    further = (*_warnings_of_ring(plan, config.model.dropout), *_warnings_of_emulation(plan, config.cluster.gpu))
+    plan = _mark_special_updates(config, replace(plan, warnings=(*plan.warnings, *further)))
     from platform.predict.step_price import choose_bucket_size, chooses_narrow_gathers  # with numpy
 
     plan = replace(plan, bucket_mib=choose_bucket_size(config, plan))
@@ -352,11 +352,14 @@ def _warnings_of_ring(plan: Plan, dropout: float) -> Iterator[str]:
         yield f"keys of {', '.join(names)} are gathered, not passed around a ring: {why}"
 
 
-def _warnings_of_emulation(plan: Plan) -> Iterator[str]:
-    """Yield a warning for a plan whose products in 8 bits no kernel of the runtime multiplies."""
-    if scale := next((h.scale for o in plan.operations.values() if (h := find_quantisation(o.operation))), ""):
-        if scale in EXACT:
-            yield f"products with a scale for each {scale} are emulated in {plan.precision}, and priced as by kernels"
+def _warnings_of_emulation(plan: Plan, gpu: str) -> Iterator[str]:
+    """Yield a warning for products in 8 bits for which the named `gpu`, or some if none is named, has no kernel."""
+    how, accelerator = plan.quantisation, find_accelerator(gpu)
+    if how is None or (accelerator and how.has_kernels(accelerator.capability)):
+        return
+    able = [title for capability, title in ARCHITECTURES.items() if how.has_kernels(capability)]
+    emulated = f"products with a scale for each {how.scale} are emulated in {plan.precision}"
+    yield f"{emulated}{f' on {gpu}' if accelerator else ''}: kernels for them are on {' and '.join(able) or 'no GPU'}"
 
 
 def _violation_of_chunk_count(config: Config, units: int) -> str:

@@ -422,7 +422,9 @@ class _PassPricer:
     def __init__(self, plan: Plan, hardware: Hardware, execution: Execution):
         """Set the clock for a plan, its execution and a hardware."""
         self.plan, self.hardware, self.overlap = plan, hardware, execution.overlap
-        self.narrow = execution.narrow if execution.narrow in hardware.peaks else ""  # else they are emulated
+        self.narrow = execution.narrow if execution.narrow in hardware.peaks else ""
+        if plan.quantisation:  # a run's own, beside those of other systems
+            self.narrow = hardware.choose_narrow(plan.quantisation, plan.precision)
         self.system, self.unsplit = execution.system, {STAGE, *REPLICAS, *CONTEXT}
         waits = len(plan.chunks) > plan.num_stages > 1 and not self.system.sends_ahead
         self.lockstep = 1 + LOCKSTEP if waits else 1.0

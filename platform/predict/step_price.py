@@ -212,7 +212,7 @@ def build_step_work(config: Config, plan: Plan, **others: Any) -> StepWork:
         dropout=config.model.dropout,
         fused_dropout=config.model.fused_dropout,
         compiles=may_compile(config.train.compile, "cuda"),
-        **{"narrow": "fp8" if plan.has_scaled_products else "", **others},
+        **others,
     )
     return step_work(plan, build_model(config.model), execution)
 
