@@ -60,6 +60,7 @@ PARTS = {
     "peaks": Part("benchmarks.gpu_parts:measure_peaks", 60, {
         "copy_tb_s": (4.1, 4.5), "square_tflops": (740, 830), "gpt2_up_tflops": (500, 680),
         "odd_vocab_times": (1.0, 4.0), "fp8_of_llama_8b_times": (1.5, 1.9), "fp8_of_gpt2_times": (0.8, 1.2),
+        "fp8_blocks_of_llama_8b_times": (1.3, 1.8),
         "attention_tflops": (350, 650), "best_over_flash_times": (1.0, 1.8)}),
     "gpt2_124m": Part(MODEL, 110, {
         "ours_ms": (19, 27), "mfu": (0.26, 0.37), "host_ms": (8, 25), "kernels_ms": (18, 20.5),
@@ -76,6 +77,8 @@ PARTS = {
         ("llama_1b", True, 5)),
     "llama_8b_8": Part(MODEL, 100, {
         "ours_ms": (240, 290), "mfu": (0.5, 0.6), "planned_over_allocated": (0.95, 1.1)}, ("llama_8b_8", False, 4)),
+    "llama_8b_fp8": Part("benchmarks.gpu_parts:compare_precisions", 110, {"times_bf16": (1.1, 1.35)},
+                         ("llama_8b_8", "fp8", 4)),
     "host": Part("benchmarks.gpu_parts:measure_host", 70, {"layer_ms": (0.2, 1.5), "beside_layers_ms": (0.5, 6)}),
     "launches": Part("benchmarks.gpu_parts:count_launches", 90, {"gpt": (36, 44), "llama": (27, 36)}, pinned=True),
     "gpt3_1_3b": Part(MODEL, 110, {"mfu": (0.44, 0.52), "ratio": (0.95, 1.02)}, ("gpt3_1_3b", True, 4)),

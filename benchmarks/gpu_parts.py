@@ -33,9 +33,11 @@ from benchmarks.step_time import (
     timed,
 )
 from platform.config.fields import Config, Model
+from platform.plan.quantisation import Quantisation
 from platform.predict.make_plan import make_plan
 from platform.predict.memory_budget import predict_footprints
 from platform.runtime.communicator import SingleRank
+from platform.runtime.eight_bits import choose_scalings, multiply_by_kernel, quantise_matrices
 from platform.train.rehearsal import rehearse_steps
 from platform.train.trainer import Trainer
 from tests.harness.oracle import MODELS, compare, compute, configure, on_host, serial, trainer_of
@@ -94,13 +96,14 @@ def measure_peaks(place: Place) -> Figures:
     for title, shape in PRODUCTS.items():
         rates[title] = rates_of_product(*((min(n, 64) for n in shape) if place.tiny else shape), place)
         yield {"products": rates}
-    fp8 = {title: rate["fp8"] / rate["bf16"] for title, rate in rates.items() if isinstance(rate["fp8"], float)}
+    beside = {"fp8_of_llama_8b_times": ("llama 8b gate and up", "fp8"), "fp8_of_gpt2_times": ("gpt2 up", "fp8"),
+              "fp8_blocks_of_llama_8b_times": ("llama 8b gate and up", "fp8 blocks")}  # fmt: skip
     yield {
         "square_tflops": rates["square"]["bf16"],
         "gpt2_up_tflops": rates["gpt2 up"]["bf16"],
         "odd_vocab_times": round(rates["gpt2 head"]["bf16"] / rates["gpt2 odd head"]["bf16"], 3),
-        **{f"fp8_of_{title}_times": round(fp8[shape], 3)
-           for title, shape in (("llama_8b", "llama 8b gate and up"), ("gpt2", "gpt2 up")) if shape in fp8},
+        **{name: round(rates[shape][kind] / rates[shape]["bf16"], 3)
+           for name, (shape, kind) in beside.items() if isinstance(rates[shape][kind], float)},
     }  # fmt: skip
     attentions = {}
     for title, shape in ATTENTIONS.items():
@@ -120,7 +123,7 @@ def rate_of_copies(place: Place) -> float:
 
 
 def rates_of_product(rows: int, columns: int, inner: int, place: Place) -> dict[str, float | str]:
-    """Return TFLOP/s of a product in bf16, and in fp8 with one scale for each tensor and for each row, or why not."""
+    """Return TFLOP/s of a product in bf16, and in fp8 with one scale for each tensor, row and block, or why not."""
     work = 2e-12 * rows * columns * inner
     a, b = (torch.randn(n, inner, device=place.device, dtype=torch.bfloat16) for n in (rows, columns))
     rates: dict[str, float | str] = {"bf16": round(work / seconds_of(lambda: a @ b.t(), place), 5)}
@@ -133,6 +136,13 @@ def rates_of_product(rows: int, columns: int, inner: int, place: Place) -> dict[
             rates[name] = round(work / seconds_of(multiply, place), 5)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             rates[name] = reason_of(error)
+    of_rows, of_weights = Quantisation("block").tiles
+    left, right = quantise_matrices(a, of_rows, "e4m3", True), quantise_matrices(b, of_weights, "e4m3", True)
+    if scalings := choose_scalings(left, right, a.dtype, True):
+        multiply = partial(multiply_by_kernel, left, right, a.dtype, scalings)
+        rates["fp8 blocks"] = round(work / seconds_of(multiply, place), 5)
+    else:
+        rates["fp8 blocks"] = "no kernel of this device takes them"
     return rates
 
 
@@ -186,6 +196,26 @@ def measure_model(name: str, beside: bool, pairs: int, place: Place) -> Figures:
                "ratio": round(statistics.median(a / b for a, b in seconds), 3)}  # fmt: skip
         kernels = list_kernels(plain.step, device)
         yield {f"plain_{name}": value for name, value in kernels.items()}
+
+
+def compare_precisions(name: str, precision: str, pairs: int, place: Place) -> Figures:
+    """Measure steps of a model of GPU_SIZES in a precision, and beside it in bf16, in turn."""
+    model, batch = GPU_SIZES[name]
+    model, batch = (shrink(model), 2) if place.tiny else (model, batch)
+    steps = list[Callable[[int], float]]()
+    for chosen in (precision, "bf16"):
+        c = configured(model, batch, place.device, not place.tiny)
+        c.precision = chosen
+        trainer = build_ours(c, place.device)
+        if not place.tiny and (uncompiled := rehearse_steps(trainer, 1)):
+            yield {f"{chosen}_uncompiled": uncompiled}
+        steps.append(lambda k, trainer=trainer: trainer.step(k).loss)  # type: ignore[misc]
+        losses = [steps[-1](k) for k in (1, 2)]
+        yield {f"{chosen}_loss": round(losses[-1], 4)}
+    seconds = alternate(steps[0], steps[1], 2 if place.tiny else pairs, place.device)
+    yield {f"{precision}_ms": round(1e3 * statistics.median(a for a, _ in seconds), 3),
+           "bf16_ms": round(1e3 * statistics.median(b for _, b in seconds), 3),
+           "times_bf16": round(statistics.median(b / a for a, b in seconds), 3)}  # fmt: skip
 
 
 def measure_ours(trainer: Trainer, place: Place) -> Figures:

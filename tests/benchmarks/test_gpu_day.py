@@ -25,8 +25,8 @@ gpu_day.PARTS = {"hangs": gpu_day.Part("tests.doubles.day_parts:hang", 60, {}, (
 sys.argv[1:] = ["--out", sys.argv[1]]
 sys.exit(gpu_day.main())
 """
-GPU_ALONE = {"planned_over_allocated"}  # figures that a CPU has not
-CHEAP = ("peaks", "gpt2_124m", "llama_1b", "llama_8b_8", "numbers", "host", "launches")
+GPU_ALONE = {"planned_over_allocated", "fp8_blocks_of_llama_8b_times"}  # figures that a CPU has not
+CHEAP = ("peaks", "gpt2_124m", "llama_1b", "llama_8b_8", "llama_8b_fp8", "numbers", "host", "launches")
 
 
 def double(name: str, limit: float = 60, arguments: tuple = (), **more) -> Part:
