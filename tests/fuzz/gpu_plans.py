@@ -72,9 +72,12 @@ def recording_trainer_of(c: Config, plan: Plan, communicator: Communicator, *dat
 
 
 def with_rows_for_all(c: Config) -> Config:
-    """A run with a token for each expert of a rank and more, as on the card each has one."""
+    """A run with a token for each expert of a rank and more, as on the card each has one, and one token comes there."""
     if not c.model.experts or c.model.capacity_factor:
         return c
+    seats = min(c.model.experts, c.model.experts // c.parallel.experts + c.parallel.lent_experts)
+    if c.model.experts_per_token < seats:
+        c = replace(c, model=replace(c.model, experts_per_token=seats, router_groups=1, router_groups_kept=1))
     names = ("microbatch", "global_batch", "ramp_from", "ramp_by", "ramp_samples")
     return replace(c, train=replace(c.train, **{n: getattr(c.train, n) * c.model.experts for n in names}))
 

@@ -78,8 +78,8 @@ BUDGETS = {
     # Products in 8 bits, each operand of which is quantised: Q, K and V, gate and up are products apart, 7 in place of
     # 4, and 14 of 8. Along rows its maxima and what rounds by them are one kernel, which reads it once; of a weight's
     # tiles of 128 x 128 two, as no block of threads holds one; along columns two, as torch fuses none of these. A
-    # maximum of all of a column takes one more, over its parts. What is emulated, as MX on sm_90, is rounded to 16 bits,
-    # not to 8. On sm_100 scales take a kernel more, which arranges them: 9 and 18 of fp8.
+    # maximum of all of a column takes one more, over its parts. MX is emulated on sm_90, and rounded to 16 bits.
+    # On sm_100 scales take a kernel more, which arranges them: 9 and 18 of fp8.
     "llama_8b_fp8 block_forward": (44, 40.9),
     "llama_8b_fp8 block_backward": (83, 41.6),
     "llama_8b_in_mx block_forward": (26, 42.5),
