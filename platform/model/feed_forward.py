@@ -134,8 +134,9 @@ class Experts(Residual):
         (scores,) = ops.project(seen, s.stream, (self.router,), (s.scores,), self.score_bias)
         weights, auxiliary = ops.route(name, scores, s.scores, tokens, self.rules, self.states)
         if "rows" in self.given.dims:
+            weights = self.weigh(ops, weights)  # before they are sent, with copies of tokens
             rows, counts = ops.dispatch_rows(name, entered, s.stream, weights, s.scores, self.given, chosen)
-            expert_output, weights = self.experts(ops, rows, counts), self.weigh(ops, weights)
+            expert_output = self.experts(ops, rows, counts)
             y = ops.combine_rows(name, expert_output, self.made, counts, weights, s.scores, s.stream, chosen)
         else:
             slots = ops.dispatch(name, entered, s.stream, weights, s.scores, self.given, chosen)

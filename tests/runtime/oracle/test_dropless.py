@@ -44,6 +44,16 @@ def test_all_tokens_choose_the_same_experts(name, first, monkeypatch):
     assert alone.routed[:4] == [2 * 16 * 16 * (first <= e < first + 2) for e in range(4)]
 
 
+@pytest.mark.parametrize("more", [{}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("name", ["two ranks", "two ranks, zb_h1"])
+def test_factors_of_experts_go_with_copies_of_tokens(name, more):
+    """They differ from 1 in the second step: weights that went before they were multiplied would be seen."""
+    c = configured(**PLANS[name], **more, expert_factors=True)
+    plan, results = run(c)
+    assert any(p.name.endswith(".expert_factor") for p in plan.parameters)
+    compare(c, plan, results, run(configured(expert_factors=True))[1][0])
+
+
 def over_tensor_axes(stream: dict[str, list[str]], **more: Any):
     """Whole experts on ranks of an axis t that splits the stream otherwise, or not at all."""
     c = configured(tensor="1d", axes={"t": 2}, **more)
