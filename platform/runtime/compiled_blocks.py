@@ -43,7 +43,10 @@ Home = tuple[FlatBucket, tuple[str, ...]]  # bucket of compute copies, and the p
 Destination = tuple[FlatBucket, tuple[str, ...], Sequence[int], Sequence[int]]
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
 # where what follows an operand is a result, or other ranks'
-_NEVER_ROUNDED = {*_PRODUCTS, torch.ops.platform.multiply_scaled.default, torch.ops.platform.launch.default}
+_NEVER_ROUNDED = {
+    *_PRODUCTS,
+    *(getattr(torch.ops.platform, name).default for name in ("multiply_scaled", "launch", "wait")),
+}
 _is_tensor = partial(is_not, None)  # of an argument; called in C, as all that each block and microbatch costs the host
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from platform.runtime import compiled_blocks, eight_bits
 from tests.harness.oracle import compare, count_flips, run
@@ -53,3 +55,20 @@ def test_negative_control_operands_that_are_not_rounded(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(AssertionError):
         compare(c, plan, ranks, one_process(c))
+
+
+def test_a_maximum_over_ranks_is_not_taken_again():
+    """A backward pass that made it again would wait for a collective that its forward pass has launched."""
+
+    def compute(x):
+        operand = torch.ops.platform.operand(x)
+        largest = operand.amax()
+        sent = torch.ops.platform.launch(largest, x, 0, "", [])
+        return operand / torch.ops.platform.wait(largest, sent, 0, [])
+
+    graph = make_fx(compute)(torch.ones(2, 2))
+    compiled_blocks._mark_rounded_operands(graph)
+    marked = {
+        node.name.partition("_")[0] for node in graph.graph.nodes if "recompute" in node.meta and node.op != "output"
+    }
+    assert marked == {"amax", "div"}
