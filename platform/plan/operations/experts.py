@@ -250,6 +250,7 @@ class DispatchRowsOp(Op):
 
     def record_operation(self, ops, name, x, spec, weights, of_weights, out, chosen):
         _check_row_types(name, spec, out)
+        ops.weights_of_rows[name] = weights
         rows = ops.record_operation(self.kind, name, [x, weights], [spec, of_weights], [out], chosen=chosen)
         return rows, name
 
@@ -306,8 +307,8 @@ class DispatchRowsOp(Op):
 
 class CombineRowsOp(Op):
     """Sum over its experts of what they made of each token, the rows `y` of type `spec` [rows d_model] with their
-    `counts`, times their weights: `out` [length batch d_model], 0 for tokens without an expert. If `y` is
-    partial, so are these sums, which are smaller, and summed over ranks last."""
+    `counts`, times the weights that `dispatch_rows` was given: `out` [length batch d_model], 0 for tokens without an
+    expert. If `y` is partial, so are these sums, which are smaller, and summed over ranks last."""
 
     wide = ("inputs",)
     open = {"inputs": "value"}
@@ -321,6 +322,8 @@ class CombineRowsOp(Op):
 
     def record_operation(self, ops, name, y, spec, counts, weights, of_weights, out, chosen):
         _check_row_types(name, out, spec)
+        if ops.weights_of_rows.get(counts) is not weights:
+            raise ModelMistake(name, "weights are not those with which `dispatch_rows` has sent its rows")
         return ops.record_operation(self.kind, name, [y, weights], [spec, of_weights], [out], chosen=chosen)
 
     def plan_operation(self, planner, operation) -> PlannedOperation:

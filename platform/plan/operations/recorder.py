@@ -63,6 +63,7 @@ class Recorder(Ops):
     span: int = 0  # stretch of the forward pass under way: odd in a block, even between blocks
     spans: list[int] = field(default_factory=list)  # by operation
     blocks: list[tuple[str, int, int]] = field(default_factory=list)  # name, and the range of its operations
+    weights_of_rows: dict[str, Symbol] = field(default_factory=dict)  # by counts: what is sent with copies of tokens
     _names: set[tuple[str, str]] = field(default_factory=set)
     _legal: set[object] = field(default_factory=set)  # keys of operations whose tensors are legal
     _recomputing: bool = False

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from platform.boundary.refusals import ConfigError
+from platform.plan.operations.experts import CombineRowsOp
 from platform.plan.plan_check import find_unsoundness
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
@@ -52,6 +54,18 @@ def test_factors_of_experts_go_with_copies_of_tokens(name, more):
     plan, results = run(c)
     assert any(p.name.endswith(".expert_factor") for p in plan.parameters)
     compare(c, plan, results, run(configured(expert_factors=True))[1][0])
+
+
+def test_a_model_that_changes_weights_after_they_were_sent_is_refused(monkeypatch):
+    """Sums on the ranks of experts would not have them."""
+    record = CombineRowsOp.record_operation
+
+    def with_others(op, ops, name, y, spec, counts, weights, *more):
+        return record(op, ops, name, y, spec, counts, replace(weights), *more)
+
+    monkeypatch.setattr(CombineRowsOp, "record_operation", with_others)
+    with pytest.raises(ConfigError, match="weights are not those with which `dispatch_rows` has sent its rows"):
+        make_plan(configured(**PLANS["two ranks"]))
 
 
 def over_tensor_axes(stream: dict[str, list[str]], **more: Any):
