@@ -48,7 +48,7 @@ KERNELS = (
         (10, 0), (11, 0), (12, 8), dict.fromkeys([(1, MX_BLOCK), (1, 128), (128, 128)], "BlockWise1x32"), True
     ),
 )
-ARCHITECTURES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}  # those that kernels begin or end with
+ARCHITECTURES = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}  # GPUs with which a kernel begins or ends
 
 
 def find_scaled_kernel(tiles: Iterable[Tile], powers: bool, capability: Version) -> ScaledKernel | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -411,9 +411,18 @@ def _blend_pairs(work: StepWork, stage: int, alone: PassTime, in_pairs: Spans) -
     return replace(alone.scale(1 - share) + in_pairs[stage].scale(share), hidden=hidden)
 
 
-_Sums = tuple[
-    float, Counter[str], Counter[str], float, int, int, Counter[str]
-]  # of a pass's parts, as `_sum_parts` returns them
+class _PartSums(NamedTuple):
+    """Sums over a pass's parts: seconds of `computing`, and of collectives `under` its products; by the names of axes
+    seconds of collectives in its way (`waiting`), exchanges of experts included, of these `exchanges`, and of gathers
+    that go `ahead`; numbers of `kernels`, and of counts that its host `reads`."""
+
+    computing: float
+    waiting: Counter[str]
+    ahead: Counter[str]
+    under: float
+    kernels: int
+    reads: int
+    exchanges: Counter[str]
 
 
 class _PassPricer:
@@ -423,14 +432,14 @@ class _PassPricer:
         """Set the clock for a plan, its execution and a hardware."""
         self.plan, self.hardware, self.overlap = plan, hardware, execution.overlap
         self.narrow = execution.narrow if execution.narrow in hardware.peaks else ""
-        if plan.quantisation:  # a run's own, beside those of other systems
+        if plan.quantisation:  # a plan of this project, where other systems' have none
             self.narrow = hardware.choose_narrow(plan.quantisation, plan.precision)
         self.system, self.unsplit = execution.system, {STAGE, *REPLICAS, *CONTEXT}
         waits = len(plan.chunks) > plan.num_stages > 1 and not self.system.sends_ahead
         self.lockstep = 1 + LOCKSTEP if waits else 1.0
         self._launched: dict[Collective, float] = {}
         self._computed: dict[int, float] = {}  # by identity of a part
-        self._spans: dict[int, _Sums] = {}  # by identity of a pass's parts
+        self._spans: dict[int, _PartSums] = {}  # by identity of a pass's parts
 
     def price_collective(self, c: Collective) -> float:
         """Return the seconds of one launch of a collective."""
@@ -460,10 +469,8 @@ class _PassPricer:
             seconds_by_axes[name] += n * (self.price_collective(c) + copy * self.plan.mesh.count_ranks(c.axes))  # type: ignore[assignment]
         return seconds_by_axes
 
-    def _sum_parts(self, p: PassWork) -> _Sums:
-        """Return the seconds of computing of a pass's parts; by axes the seconds of collectives in its way, and of
-        collectives that go ahead; those hidden part by part; the numbers of its kernels, and of counts that its host
-        reads; and by axes the seconds of exchanges of experts among those in its way."""
+    def _sum_parts(self, p: PassWork) -> _PartSums:
+        """Return the sums over the parts of a pass, added up once."""
         if id(p.parts) not in self._spans:
             waits, ahead = Counter[Collective](), Counter[Collective]()
             computing, kernels, under, exposed = 0.0, 0, 0.0, Counter[str]()
@@ -482,7 +489,8 @@ class _PassPricer:
             exposed.update(self.sum_by_axes(waits))
             exchanges = Counter({c: n for c, n in waits.items() if c.op in EXCHANGES and c.dtype == "compute"})
             of_experts = self.sum_by_axes(Counter({c: n for c, n in exchanges.items() if "expert" in c.axes}))
-            self._spans[id(p.parts)] = computing, exposed, self.sum_by_axes(ahead), under, kernels, reads, of_experts
+            sums = computing, exposed, self.sum_by_axes(ahead), under, kernels, reads, of_experts
+            self._spans[id(p.parts)] = _PartSums(*sums)
         return self._spans[id(p.parts)]
 
     def _divide_by_parts(self, c: Collective, products: Sequence[MatrixProduct], share: float) -> tuple[float, float]:

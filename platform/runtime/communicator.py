@@ -405,7 +405,7 @@ class Communicator(ABC):
             traced: tuple[Tensor, Sequence[Tensor]] = self.trace.gather_and_multiply(x, matrices, axes, dim)
             return traced
         if tuple(axes) in self.shared_memory:
-            gathered, *products = self._multiply_parts("all_gather", x, matrices, axes, dim)
+            gathered, *products = self.multiply_parts("all_gather", x, matrices, axes, dim)
             return gathered, products
         gathered = self.launch("all_gather", x, axes, dim).wait()
         return gathered, [multiply_rows(gathered, matrix) for matrix in matrices]
@@ -416,10 +416,10 @@ class Communicator(ABC):
             traced: Tensor = self.trace.multiply_and_scatter(x, matrix, axes, dim)
             return traced
         if tuple(axes) in self.shared_memory:
-            return self._multiply_parts("reduce_scatter", x, [matrix], axes, dim)[0]
+            return self.multiply_parts("reduce_scatter", x, [matrix], axes, dim)[0]
         return self.launch("reduce_scatter", multiply_rows(x, matrix), axes, dim, owned=True).wait()
 
-    def _multiply_parts(
+    def multiply_parts(
         self, op: str, x: Tensor, matrices: Sequence[Tensor], axes: Sequence[str], dim: int
     ) -> Sequence[Tensor]:
         """Return x gathered by `op` and its products, or the rank's part of one, multiplied as parts come or leave."""
@@ -595,8 +595,10 @@ class Communicator(ABC):
     def keep_turn(self) -> Iterator[None]:
         """Keep the turn of a pass within the context, whose exchanges are too small to be worth another pass's turn."""
         turns, self.turns = self.turns, None
-        yield
-        self.turns = turns
+        try:
+            yield
+        finally:
+            self.turns = turns
 
     @contextmanager
     def suspend_counting(self) -> Iterator[None]:

@@ -270,7 +270,7 @@ class ProcessGroups(HostMemory):
             work = dist.all_reduce(out, dist.ReduceOp.MAX if reduce == "max" else dist.ReduceOp.SUM, g, async_op=True)
         return work.wait if self._nccl else partial(self._wait_unless_aborted, work)
 
-    def _multiply_parts(self, op, x, matrices, axes, dim):
+    def multiply_parts(self, op, x, matrices, axes, dim):
         """Multiply by torch's fused operation, in the stream that computes, counted as `launch` counts a collective."""
         x, fused, name, is_gather = x.contiguous(), _fused_operations(), self.shared_memory[tuple(axes)], op in JOIN
         if is_gather:

@@ -155,7 +155,7 @@ def _gather_and_multiply(x, matrices, after, steps, axes, dim):
     """Return what `Communicator.gather_and_multiply` does, of the running block's ranks: x and its products; gathered
     by the launch and the wait of `steps` where the transport multiplies no parts."""
     if (communicator := _RUNNING.communicator) and (axes,) in communicator.shared_memory:
-        return communicator._multiply_parts("all_gather", x, matrices, (axes,), dim)
+        return communicator.multiply_parts("all_gather", x, matrices, (axes,), dim)
     parts, _ = _take_turn((x, x), after, steps)
     gathered = parts.movedim(0, dim).flatten(dim, dim + 1)
     rows, results = gathered.flatten(0, -2), [gathered]
@@ -167,7 +167,7 @@ def _gather_and_multiply(x, matrices, after, steps, axes, dim):
 def _multiply_and_scatter(x, matrix, after, steps, axes, dim, members):
     """Return what `Communicator.multiply_and_scatter` does, of the running block's ranks: a part of their sum."""
     if (communicator := _RUNNING.communicator) and (axes,) in communicator.shared_memory:
-        return communicator._multiply_parts("reduce_scatter", x, [matrix], (axes,), dim)[0]
+        return communicator.multiply_parts("reduce_scatter", x, [matrix], (axes,), dim)[0]
     rows = (x.flatten(0, -2) @ matrix).view(*x.shape[:-1], -1)
     parts = rows.unflatten(dim, (members, -1)).movedim(dim, 0)
     return _take_turn((parts, parts), after, steps)[0]

@@ -223,7 +223,7 @@ class Alone(Communicator):
 class Sharing(Alone):
     """A rank whose products run as one with their collectives, as those of GPUs that read each other's memory."""
 
-    _multiply_parts, _time_product = ProcessGroups._multiply_parts, ProcessGroups._time_product
+    multiply_parts, _time_product = ProcessGroups.multiply_parts, ProcessGroups._time_product
 
     def __init__(self, mesh, rank):
         super().__init__(mesh, rank)
