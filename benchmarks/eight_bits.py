@@ -1,19 +1,22 @@
 """The loss of a small GPT on 20 million tokens of the standard library's source, in bf16 and with products in 8 bits.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.eight_bits [--tokens 20e6]
+    OMP_NUM_THREADS=1 python -m benchmarks.eight_bits [--tokens 20e6] [--runs bf16 fp8 moved] [model.d_model=256 ...]
 
-All train on the same tokens, step by step in turn: both from the same weights and, to know how far two runs go apart by
-chance, one in bf16 from weights that are moved by at most one rounding of bf16. Prints a row of the table at each
-fortieth: the mean loss of its steps, and the validation loss behind it, and both over bf16's. A CPU without kernels for
-bf16 multiplies in fp32 and rounds the result, as a GPU does (`WideProducts`): several times as fast as torch's own.
+All train on the same tokens, each on a core of its own: both from the same weights and, to know how far two runs go
+apart by chance, one in bf16 from weights that are moved by at most one rounding of bf16. Prints a row of the table at
+each fortieth: the mean loss of its steps, and the validation loss behind it, and both over the first run's. A CPU
+without kernels for bf16 multiplies in fp32 and rounds the result, as a GPU does (`WideProducts`): several times as fast
+as torch's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from statistics import fmean
 from typing import Any
 
@@ -74,9 +77,9 @@ class WideProducts(TorchDispatchMode):
         return result.bfloat16() if into is None else into.copy_(result)
 
 
-def start_trainer(name: str, steps: int) -> Trainer:
+def start_trainer(name: str, steps: int, overrides: Sequence[str]) -> Trainer:
     """Start one of RUNS on one core."""
-    c = compose_config([*SIZES, *RUN, f"precision={RUNS[name]}", f"train.steps={steps}"])
+    c = compose_config([*SIZES, *RUN, *overrides, f"precision={RUNS[name]}", f"train.steps={steps}"])
     plan = make_plan(c)
     trainer = trainer_of(c, plan, SingleRank(plan.mesh), open_run_corpus(c))
     if name == MOVED:
@@ -87,30 +90,44 @@ def start_trainer(name: str, steps: int) -> Trainer:
     return trainer
 
 
+def train(name: str, steps: int, overrides: Sequence[str], rows: Connection) -> None:
+    """Send a row for each part of a run of a process of its own: mean loss, validation loss, seconds of a step."""
+    torch.set_num_threads(1)
+    trainer, losses, seconds = start_trainer(name, steps, overrides), [], 0.0
+    ends = {-(-steps * part // PARTS) for part in range(1, PARTS + 1)}
+    for step in range(1, steps + 1):
+        begun = time.process_time()
+        with WideProducts():
+            losses.append(trainer.step(step).loss)
+        seconds += time.process_time() - begun
+        if step in ends:
+            with WideProducts():
+                validation = validation_loss(trainer)
+            rows.send((step, fmean(losses), validation, seconds / step))
+            losses = []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=20e6)
-    torch.set_num_threads(1)
-    steps = round(parser.parse_args().tokens / STEP)
-    trainers = {name: start_trainer(name, steps) for name in RUNS}
-    losses: dict[str, list[float]] = {name: [] for name in RUNS}
-    seconds, ends = dict.fromkeys(RUNS, 0.0), {-(-steps * part // PARTS) for part in range(1, PARTS + 1)}
-    cells = [*RUNS, *(f"{name} / bf16" for name in [*RUNS][1:])]
-    print(f"| tokens | {' | '.join(cells)} | validation: {' | '.join(cells)} | CPU s a step: {' | '.join(RUNS)} |")
-    print("|---" * (1 + 2 * len(cells) + len(RUNS)) + "|", flush=True)
-    for step in range(1, steps + 1):
-        for name, trainer in trainers.items():
-            begun = time.process_time()
-            with WideProducts():
-                losses[name].append(trainer.step(step).loss)
-            seconds[name] += time.process_time() - begun
-        if step in ends:
-            with WideProducts():
-                validation = [validation_loss(trainer) for trainer in trainers.values()]
-            times = " | ".join(f"{seconds[name] / step:.2f}" for name in RUNS)
-            means = show_cells([fmean(of_run) for of_run in losses.values()])
-            print(f"| {step * STEP:,} | {means} | {show_cells(validation)} | {times} |", flush=True)
-            losses = {name: [] for name in RUNS}
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS])
+    parser.add_argument("overrides", nargs="*", help="of the configuration: model.d_model=256")
+    options = parser.parse_args()
+    names, steps = options.runs, round(options.tokens / STEP)
+    processes = multiprocessing.get_context("spawn")
+    rows = {}
+    for name in names:
+        rows[name], sending = processes.Pipe(duplex=False)
+        processes.Process(target=train, args=(name, steps, options.overrides, sending), daemon=True).start()
+        sending.close()  # so that a run that fails ends its rows
+    cells = [*names, *(f"{name} / {names[0]}" for name in names[1:])]
+    print(f"| tokens | {' | '.join(cells)} | validation: {' | '.join(cells)} | CPU s a step: {' | '.join(names)} |")
+    print("|---" * (1 + 2 * len(cells) + len(names)) + "|", flush=True)
+    for _ in range(min(PARTS, steps)):
+        (step, *_), *_ = parts = [rows[name].recv() for name in names]
+        _, means, validation, times = zip(*parts, strict=True)
+        of_steps = " | ".join(f"{x:.2f}" for x in times)
+        print(f"| {step * STEP:,} | {show_cells(means)} | {show_cells(validation)} | {of_steps} |", flush=True)
 
 
 def show_cells(losses: Sequence[float]) -> str:
