@@ -17,15 +17,15 @@ from tests.harness.regions import RUNS, calls_of
 HEAD = ["region", "largest tensor", "runs", "kernels", "registers", "spilled", "bytes per element"]
 
 
-def row(found: list[Compiled], runs: list[str]) -> list[str]:
+def row(builds: list[Compiled], runs: list[str]) -> list[str]:
     """Return the cells of a call, compiled for each target."""
     counts = [
-        [str(len(made.kernels)) for made in found],
-        [str(made.most("registers")) for made in found],
-        [str(made.most("spilled")) for made in found],
-        [f"{made.per_element:.2f}" for made in found],
+        [str(len(build.kernels)) for build in builds],
+        [str(build.most("registers")) for build in builds],
+        [str(build.most("spilled")) for build in builds],
+        [f"{build.per_element:.2f}" for build in builds],
     ]
-    call = found[0].call
+    call = builds[0].call
     return [call.title, str(call.largest), ", ".join(runs), *(" / ".join(dict.fromkeys(cells)) for cells in counts)]
 
 

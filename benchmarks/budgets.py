@@ -24,9 +24,9 @@ TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LOGITS = 8192, 50304
 
 
-def cells(found: Counted, elements: int) -> list[str]:
+def cells(counted: Counted, elements: int) -> list[str]:
     """Return the cells of a row: kernels, and bytes for each of `elements`."""
-    return [f"{found.launched}", f"{found.nbytes / elements:.2f}"]
+    return [f"{counted.launched}", f"{counted.nbytes / elements:.2f}"]
 
 
 def main() -> None:
@@ -34,9 +34,9 @@ def main() -> None:
     print("| loss of bf16 or fp32 logits [8192, 50304], eager | kernels | bytes per logit |\n|---|---|---|")
     for name, dtype in TYPES.items():
         for gradient in (False, True):
-            found = of_the_loss(compose_config(GPT), LOGITS, dtype, LossClasses((), 0, LOGITS[1]), gradient)
+            loss = of_the_loss(compose_config(GPT), LOGITS, dtype, LossClasses((), 0, LOGITS[1]), gradient)
             what = "and its gradient" if gradient else "alone"
-            print(f"| {name}, {what} | {' | '.join(cells(found, LOGITS[0] * LOGITS[1]))} |")
+            print(f"| {name}, {what} | {' | '.join(cells(loss, LOGITS[0] * LOGITS[1]))} |")
     parts = [f"{part}: kernels | bytes" for part in ("norm", "update", "compute weights")]
     print(f"\n| run | elements updated | {' | '.join(parts)} |\n{'|---' * 8}|")
     for name, more in RUNS.items():

@@ -103,19 +103,19 @@ def main() -> None:
     size = len(data)
 
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        here = Path(directory)
-        storage = open_storage(str(here / "ours"))
+        root = Path(directory)
+        storage = open_storage(str(root / "ours"))
 
         def ours() -> None:
             name = choose_attempt_directory(storage, 1)
             commit_checkpoint(storage, name, shapes, [image.write_file(storage, name)], META)
 
         def torch_dcp(threads: int) -> None:
-            writer = dcp.FileSystemWriter(here / "dcp", thread_count=threads)
+            writer = dcp.FileSystemWriter(root / "dcp", thread_count=threads)
             dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
 
         variants: dict[str, Callable[[], None]] = {
-            "raw": lambda: raw(here / "raw", data),
+            "raw": lambda: raw(root / "raw", data),
             "ours": ours,
             "DCP, 1 thread": lambda: torch_dcp(1),
             "DCP, 2 threads": lambda: torch_dcp(2),
@@ -130,11 +130,12 @@ def main() -> None:
             """Read what was just written below `folder`, a raw file or a checkpoint, warm and then cold."""
             work: Callable[[], None] = partial(raw_read, folder, memory)
             if what == "restore":
-                [found] = storage.list_sizes("")
-                work = partial(restore_checkpoint, storage, found, load_manifest(storage, found), state, again)
+                [checkpoint] = storage.list_sizes("")
+                manifest = load_manifest(storage, checkpoint)
+                work = partial(restore_checkpoint, storage, checkpoint, manifest, state, again)
             for temperature in ("warm", "cold"):
                 if temperature == "cold":
-                    forget(here)
+                    forget(root)
                 times[f"{what}, {temperature}"].append(seconds(work))
 
         for repeat in range(arguments.repeats):
@@ -143,11 +144,11 @@ def main() -> None:
             for name, work in order[repeat % 2 :] + order[: repeat % 2]:
                 times[name].append(seconds(work))
                 if name in ("raw", "ours"):
-                    read_back(here / name, "restore" if name == "ours" else "raw read")
+                    read_back(root / name, "restore" if name == "ours" else "raw read")
                     assert name == "raw" or all(map(torch.equal, (a.tensor for a in again), tensors.values()))
                     for block in again:
                         block.tensor.zero_()
-                for entry in here.iterdir():
+                for entry in root.iterdir():
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
                 os.sync()
 

@@ -73,10 +73,10 @@ class Rows(Tokens):
         self.rows = [pieces[a:b, 1] for a, b in zip(rows[:-1], rows[1:], strict=True)]
 
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
-        found, place = super().sample(draw), np.arange(self.model.length)
+        row, place = super().sample(draw), np.arange(self.model.length)
         starts = np.append(0, np.cumsum(self.rows[draw.integers(len(self.rows))]))
         begins = starts[np.searchsorted(starts, place, "right") - 1]
-        return found | {"begins": begins, "positions": place - begins}
+        return row | {"begins": begins, "positions": place - begins}
 
 
 def stepped(trainer: Any, step: int) -> float:
@@ -97,7 +97,7 @@ def in_turn(job: Job, plan: Plan, communicator: Communicator) -> dict[str, Seen]
 
 def attend(c: Config, plan: Plan, begins: np.ndarray) -> list[float]:
     """Return the CPU seconds, of the fastest of three times, that each rank's attention to a row takes, and back."""
-    m, generator, found = c.model, torch.Generator().manual_seed(0), list[float]()
+    m, generator, fastest = c.model, torch.Generator().manual_seed(0), list[float]()
     width = m.d_model // m.heads
     q, k, v = (torch.randn(1, n, m.length, width, generator=generator) for n in (m.heads, m.kv_heads, m.kv_heads))
     out = plan.attention_operations[0].operation.outputs[0]
@@ -113,30 +113,30 @@ def attend(c: Config, plan: Plan, begins: np.ndarray) -> list[float]:
             start = time.thread_time()
             panels.attend_panels(alone, of_rank, (mine, keys, values), hiding).sum().backward()
             took.append(time.thread_time() - start)
-        found.append(min(took))
-    return found
+        fastest.append(min(took))
+    return fastest
 
 
-def attentions(given: argparse.Namespace) -> None:
+def attentions(options: argparse.Namespace) -> None:
     """Print what each number of pieces costs and gains in attention alone."""
     torch.set_num_threads(1)
     print("| ranks | hides | pieces | counted | busiest (s) | mean (s) |\n|---|---|---|---|---|---|")
-    for hides in given.hides:
-        for pieces in (FEW, *given.many):
-            c = configured(given, hides, "gather", pieces)
-            plan, rows = make_plan(c), Rows(c).batch("train", 0, given.pairs if hides == "documents" else 1)["begins"]
+    for hides in options.hides:
+        for pieces in (FEW, *options.many):
+            c = configured(options, hides, "gather", pieces)
+            plan, rows = make_plan(c), Rows(c).batch("train", 0, options.pairs if hides == "documents" else 1)["begins"]
             took = np.array([attend(c, plan, row) for row in rows])
             counted = busiest_rank_ratio(count_attention_scores(plan, rows), 1)
-            cells = [str(given.ranks), hides, str(pieces), f"{counted:.2f}",
+            cells = [str(options.ranks), hides, str(pieces), f"{counted:.2f}",
                      f"{took.max(1).sum():.3f}", f"{took.mean(1).sum():.3f}"]  # fmt: skip
             print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def configured(given: argparse.Namespace, hides: str, kind: str, pieces: int) -> Config:
+def configured(options: argparse.Namespace, hides: str, kind: str, pieces: int) -> Config:
     """Return the configuration of a context whose ranks have so many pieces each."""
-    window, documents = (0 if hides == "documents" else given.length // 4), hides == "documents"
-    model = {**MODEL, "window": window, "within_documents": documents, "length": given.length}
-    return configure(**model, context=given.ranks, context_kind=kind, context_pieces=pieces)
+    window, documents = (0 if hides == "documents" else options.length // 4), hides == "documents"
+    model = {**MODEL, "window": window, "within_documents": documents, "length": options.length}
+    return configure(**model, context=options.ranks, context_kind=kind, context_pieces=pieces)
 
 
 def evenness(c: Config, plan: Plan, steps: int) -> float:
@@ -155,24 +155,25 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=1, help="steps of each before the first pair")
     parser.add_argument("--attention", action="store_true", help="of each rank in turn, without a step")
-    given = parser.parse_args()
-    if given.attention:
-        attentions(given)
+    options = parser.parse_args()
+    if options.attention:
+        attentions(options)
         return
-    print(f"{given.ranks} ranks, rows of {given.length:,} tokens, {given.pairs} pairs, load {os.getloadavg()[0]:.1f}\n")
+    load = os.getloadavg()[0]
+    print(f"{options.ranks} ranks, rows of {options.length:,} tokens, {options.pairs} pairs, load {load:.1f}\n")
     head = ("hides", "kind", "pieces", "busiest", "few (s)", "many (s)", "ratio", "95 %")
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
-    for hides in given.hides:
-        for kind in given.kinds:
-            for many in given.many:
-                configs = {name: configured(given, hides, kind, n) for name, n in ((OURS, many), (PEER, FEW))}
+    for hides in options.hides:
+        for kind in options.kinds:
+            for many in options.many:
+                configs = {name: configured(options, hides, kind, n) for name, n in ((OURS, many), (PEER, FEW))}
                 plans = {name: make_plan(c) for name, c in configs.items()}
-                with closing(Pool(given.ranks, PATIENCE)) as pool:
-                    job = Job(configs, plans, given.warmup, given.pairs)
-                    found = compare(pool.run(in_turn, job, plans[OURS]))
-                even = [f"{evenness(configs[name], plans[name], 2 * given.pairs):.2f}" for name in (PEER, OURS)]
-                cells = [hides, kind, str(many), ", ".join(even), *(f"{s:.2f}" for s in reversed(found.seconds)),
-                         f"**{found.ratio:.3f}**", "{:.3f} to {:.3f}".format(*found.interval)]  # fmt: skip
+                with closing(Pool(options.ranks, PATIENCE)) as pool:
+                    job = Job(configs, plans, options.warmup, options.pairs)
+                    comparison = compare(pool.run(in_turn, job, plans[OURS]))
+                even = [f"{evenness(configs[name], plans[name], 2 * options.pairs):.2f}" for name in (PEER, OURS)]
+                cells = [hides, kind, str(many), ", ".join(even), *(f"{s:.2f}" for s in reversed(comparison.seconds)),
+                         f"**{comparison.ratio:.3f}**", "{:.3f} to {:.3f}".format(*comparison.interval)]  # fmt: skip
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 

@@ -107,8 +107,8 @@ def measure(workers: int, per_node: int, zero: int) -> tuple[float, float]:
                     spent = c.end - c.begin
                     print(f"; {method} {spent.clock:.2f} s, CPU {spent.cpu:.2f} s, {spent.sent / 1e6:.2f} MB", end="")
         print()
-    found = steps(calls, simulated_worker.LATE_STEP + 2, KILLED - 2)
-    wall, cpu, sent, received = (statistics.median(column) for column in zip(*found, strict=True))
+    per_step = steps(calls, simulated_worker.LATE_STEP + 2, KILLED - 2)
+    wall, cpu, sent, received = (statistics.median(column) for column in zip(*per_step, strict=True))
     share = cpu / wall / (os.cpu_count() or 1)
     told = f"({share:.0%} of the cores); bytes out {sent:.0f}, in {received:.0f}"
     print(f"step: {wall:.1f} ms, {cpu:.1f} ms of driver CPU {told}")
@@ -132,8 +132,8 @@ def main() -> None:
     arguments.add_argument("--per-node", type=int, default=128)
     arguments.add_argument("--zero", type=int, default=0)
     options = arguments.parse_args()
-    found = {workers: measure(workers, options.per_node, options.zero) for workers in sorted(options.workers)}
-    (few, (_, least)), (many, (cpu, most)) = list(found.items())[0], list(found.items())[-1]
+    costs = {workers: measure(workers, options.per_node, options.zero) for workers in sorted(options.workers)}
+    (few, (_, least)), (many, (cpu, most)) = list(costs.items())[0], list(costs.items())[-1]
     if few < many:
         each = (most - least) / (many - few)
         print(f"a further worker brings the driver {each:.1f} bytes per step")

@@ -33,9 +33,9 @@ def main() -> None:
             plan, results = run(c)
             seconds = time.perf_counter() - begin
             compare(c, plan, results, expected)
-            found = assemble(plan, results, lambda r: r.gradients)
+            gradients = assemble(plan, results, lambda r: r.gradients)
             scale = max(g.abs().max() for g in expected.gradients.values())  # a key bias has a gradient of zero
-            worst = max((g - expected.gradients[n]).abs().max() / scale for n, g in found.items())
+            worst = max((g - expected.gradients[n]).abs().max() / scale for n, g in gradients.items())
             moved, planned = counted(results), communication(plan)
             assert moved == planned
             print(f"{scheme:<12} {gathered:<8} {worst:>14.1e} {results[0].loss - expected.loss:>14.1e} "

@@ -69,15 +69,15 @@ def main() -> None:
     options = arguments.parse_args()
     random.seed(options.seed)
     coordinates = [{"data": rank} for rank in range(options.workers)]
-    found: list[dict[str, float]] = []
+    phases: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         job = Job(Config(), coordinates, "cpu", Path(directory), "tests.doubles.gloo_worker:GlooWorker")
         with open_crew("processes", job) as crew:
             for generation in range(1, options.trials + 1):
                 numbers = sorted(crew.ready_members_by_number)[: options.workers]
-                found.append(trial(crew, job, numbers, generation, random.choice(numbers)))
-    for phase in found[0]:
-        seconds = sorted(f[phase] for f in found)
+                phases.append(trial(crew, job, numbers, generation, random.choice(numbers)))
+    for phase in phases[0]:
+        seconds = sorted(f[phase] for f in phases)
         p99 = seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
         print(f"{phase:9} p50 {statistics.median(seconds):.3f} s   p99 {p99:.3f} s   of {len(seconds)}")
 

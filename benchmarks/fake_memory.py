@@ -137,10 +137,10 @@ def passes(trainer: Trainer, live: Live) -> tuple[int, int, int]:
     trainer.passes.run_chunk(chunk, {}, "train", 0, trainer.config.train.global_batch)  # what all passes share is made
     before = live.peak = live.now
     loss = trainer.passes.run_chunk(chunk, {}, "train", 0, trainer.config.train.global_batch)["loss"]
-    found, kept, start = live.peak - before, live.now - before, live.now
+    peak, kept, start = live.peak - before, live.now - before, live.now
     live.peak = start
     loss.backward()
-    return found, kept, live.peak - start
+    return peak, kept, live.peak - start
 
 
 def real_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
@@ -155,10 +155,10 @@ def fake_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
 
 def metered_passes(c: Config, plan: Plan) -> tuple[int, int, int]:
     (chunk,), at = plan.stage_part(0).chunks, plan.mesh.rank_coordinates(0)
-    found = measure_passes(
+    measured = measure_passes(
         MemoryMeter(plan, c.model.dropout, at), build_model(c.model), chunk, splits_weight_gradients=False
     )
-    return found.forward, found.kept, found.backward
+    return measured.forward, measured.kept, measured.backward
 
 
 def fake_step(c: Config, plan: Plan, device: str = "cpu") -> tuple[int]:
@@ -187,7 +187,7 @@ def compare(names: str, cases, meter, fake, real) -> None:
         truth = real(c, plan)
         timed(fake, c, plan)  # torch's first use of a kernel is not the forecast's
         (metered, quick), (faked, slow) = timed(meter, c, plan), timed(fake, c, plan)
-        off = [", ".join(f"{a / b - 1:+.2%}" for a, b in zip(found, truth, strict=True)) for found in (metered, faked)]
+        off = [", ".join(f"{a / b - 1:+.2%}" for a, b in zip(sizes, truth, strict=True)) for sizes in (metered, faked)]
         print(f"| {name} | {off[0]} | {off[1]} | {', '.join(map(str, truth))} | {quick:.4f} | {slow:.3f} |", flush=True)
     print()
 

@@ -87,9 +87,9 @@ def peers(ranks: int) -> tuple[int, int]:
             (sender, receiver)
             for sender, pieces in enumerate(readers)
             for piece in pieces
-            for box, there in holders[piece.name]
+            for box, owners in holders[piece.name]
             if piece.box.intersect_box(box)
-            for receiver in there
+            for receiver in owners
         )
         for readers in assign_readers(wanted, held, World(0, ranks))
     )
@@ -98,11 +98,11 @@ def peers(ranks: int) -> tuple[int, int]:
 
 def most_peers(pairs: Iterable[tuple[int, int]]) -> int:
     """Return the most ranks that one has in common pairs with, itself left out."""
-    found: dict[int, set[int]] = defaultdict(set)
+    partners: dict[int, set[int]] = defaultdict(set)
     for a, b in pairs:
-        found[a].add(b)
-        found[b].add(a)
-    return max((len(others - {one}) for one, others in found.items()), default=0)
+        partners[a].add(b)
+        partners[b].add(a)
+    return max((len(others - {one}) for one, others in partners.items()), default=0)
 
 
 NUMBER = 8  # bytes of a connection in gloo's records

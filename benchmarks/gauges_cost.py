@@ -67,7 +67,7 @@ def of_reports(world: int) -> list[float]:
     communicator = Alone(plan.mesh)
     communicator.world = world
     reach = {"t": "inside a node", "data": "between nodes"}
-    plain, gauged, renewed = (ReportCombiner(plan, communicator, 1.5, reach=found) for found in ({}, reach, reach))
+    plain, gauged, renewed = (ReportCombiner(plan, communicator, 1.5, reach=tiers) for tiers in ({}, reach, reach))
     seconds = dict.fromkeys(SECTIONS, 0.1)
     mine = StepReport(1, 1.0, 1.0, 1.0, False, 1, (0, 1), 1.0, seconds, {}, 1, 1, [], waits={"t": 0.2, "data": 0.3})
     same, count = replace(mine, gauges=FOUND), iter(range(1 << 30))
@@ -90,9 +90,9 @@ def of_rows(folder: Path) -> list[float]:
     ranks = {f"{name}/{end}": 512 for name in names for end in ("min", "max")}
     log = MetricsLog(folder / "metrics.jsonl")
     plain, gauged = MetricsRow(**values), MetricsRow(**values | {"workers": workers, "worker_ranks": ranks})
-    found = in_turn([lambda: log.write_row(plain), lambda: log.write_row(gauged)])
+    seconds = in_turn([lambda: log.write_row(plain), lambda: log.write_row(gauged)])
     log.close()
-    return found
+    return seconds
 
 
 def quick() -> Config:

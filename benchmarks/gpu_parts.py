@@ -222,7 +222,8 @@ def measure_ours(trainer: Trainer, place: Place) -> Figures:
     """Measure the steps of a trainer that is warm: time, memory beside the plan's, the host's part, and kernels."""
     device, plan, recorder = place.device, trainer.plan, trainer.passes.recorder
     train = replace(trainer.config.train, graphs="on" if recorder else "off")
-    planned = max(predict_footprints(replace(trainer.config, train=train), plan), key=lambda found: found.total_bytes)
+    footprints = predict_footprints(replace(trainer.config, train=train), plan)
+    planned = max(footprints, key=lambda footprint: footprint.total_bytes)
     tensors = planned.total_bytes - planned.reserved
     at_once = 1 if place.tiny else STRETCH[device]
     if device == "cuda":

@@ -26,12 +26,12 @@ def kernels_of(step: Step, k: int, device: str = "cuda") -> dict[str, tuple[floa
         if device == "cuda":
             torch.cuda.synchronize()
     kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
-    found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    kernels: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for event in profile.events():
         if event.device_type == kind:
-            total, calls = found[event.name]
-            found[event.name] = total + event.time_range.elapsed_us() / 1e3, calls + 1
-    return found
+            total, calls = kernels[event.name]
+            kernels[event.name] = total + event.time_range.elapsed_us() / 1e3, calls + 1
+    return kernels
 
 
 def show(name: str, step: Step, rows: int) -> None:
@@ -43,10 +43,10 @@ def show(name: str, step: Step, rows: int) -> None:
         step(k)
     torch.cuda.synchronize()
     wall = (time.perf_counter() - begin) / TIMED * 1e3
-    found = kernels_of(step, 1 + WARM_UP + TIMED)
-    busy, calls = (sum(x[i] for x in found.values()) for i in (0, 1))
+    kernels = kernels_of(step, 1 + WARM_UP + TIMED)
+    busy, calls = (sum(x[i] for x in kernels.values()) for i in (0, 1))
     print(f"\n{name}: {wall:.2f} ms a step, kernels {busy:.2f} ms, {calls} kernels")
-    for kernel, (total, count) in sorted(found.items(), key=lambda x: -x[1][0])[:rows]:
+    for kernel, (total, count) in sorted(kernels.items(), key=lambda x: -x[1][0])[:rows]:
         print(f"  {total:8.3f} ms {count:5d}  {kernel[:110]}")
 
 

@@ -78,10 +78,10 @@ def calls(step: Callable[[], object]) -> int:
     return count
 
 
-def of_one_more(found: dict[tuple[int, int], float]) -> float:
+def of_one_more(costs: dict[tuple[int, int], float]) -> float:
     """Return what one layer and microbatch more cost, from the cost by (layers, microbatches)."""
     (l1, l2), (m1, m2) = LAYERS, MICROBATCHES
-    return (found[l2, m2] - found[l2, m1] - found[l1, m2] + found[l1, m1]) / (l2 - l1) / (m2 - m1)
+    return (costs[l2, m2] - costs[l2, m1] - costs[l1, m2] + costs[l1, m1]) / (l2 - l1) / (m2 - m1)
 
 
 def cpu_seconds(step: Callable[[], object]) -> float:
@@ -129,7 +129,7 @@ def main() -> None:
         cost = {}
         for kind in kinds:
             of_kind = [
-                {size: found[kind, *size] for size in product(LAYERS, MICROBATCHES)} for found in (least, counted)
+                {size: measured[kind, *size] for size in product(LAYERS, MICROBATCHES)} for measured in (least, counted)
             ]
             ms, count = of_one_more(of_kind[0]) * 1e3, of_one_more(of_kind[1])
             cost[kind] = ms, count

@@ -74,13 +74,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--length", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("| plan | planned MB | counted MB | ratio | host MB | s per step | loss |\n|---|---|---|---|---|---|---|")
     with closing(Pool(SIZE, timeout=1200)) as pool:
         for name, (context, kind, settings) in VARIATIONS.items():
             plan_of = {"context": context, "context_kind": kind, "zero": 3 if context > 1 else 0}
-            c = configure(**{**MODEL, **plan_of, "length": given.length, **settings})
-            c.train.steps = given.steps
+            c = configure(**{**MODEL, **plan_of, "length": options.length, **settings})
+            c.train.steps = options.steps
             plan = make_plan(c)
             most = max(predict_footprints(c, plan), key=lambda f: f.total_bytes)
             seen = pool.run(train, c, plan)

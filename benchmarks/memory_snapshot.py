@@ -49,16 +49,16 @@ def config(name: str) -> Config:
     return c
 
 
-def measure(given: tuple[Config, list[int], int, bool], plan, communicator) -> list[tuple[float, ...]]:
+def measure(job: tuple[Config, list[int], int, bool], plan, communicator) -> list[tuple[float, ...]]:
     """Seconds of every step, and of holding it; CPU seconds of both, and of a flat copy of the state."""
     torch.set_num_threads(1)
-    c, domains, steps, shared = given
+    c, domains, steps, shared = job
     trainer = trainer_of(c, plan, communicator)
     state = RankTrainingState(trainer)
     memory = opened(state.held, domains, communicator, shared)
     trainer.step(1)
     flat = torch.ones(sum(block.tensor.nbytes for block in state.live_blocks()), dtype=torch.uint8)
-    there = torch.zeros_like(flat)
+    flat_copy = torch.zeros_like(flat)
     out: list[tuple[float, ...]] = []
     for step in range(2, steps + 5):  # the first three warm up, and make both buffers
         communicator.barrier()
@@ -68,7 +68,7 @@ def measure(given: tuple[Config, list[int], int, bool], plan, communicator) -> l
         stepped = time.perf_counter(), time.process_time()
         take(memory, step, state.live_blocks(), state.read_values(), communicator.transfer)
         held = time.perf_counter(), time.process_time()
-        there.copy_(flat)
+        flat_copy.copy_(flat)
         copied = time.process_time() - held[1]
         walls, cores = zip(
             *((b - a for a, b in zip(*pair, strict=True)) for pair in ((begin, stepped), (stepped, held))), strict=True
@@ -97,7 +97,7 @@ def main() -> None:
         state = list_state_tensors(plan, ["exp_avg", "exp_avg_sq"])
         held = MemoryMap(state, domains, not arguments.apart)
         own = max(sum(part.nbytes for part in held.parts_to_snapshot(rank)) for rank in range(RANKS)) / 1e6
-        given = max(sum(c.nbytes for c in held.copies if c.receiver == rank) for rank in range(RANKS)) / 1e6
+        from_peers = max(sum(c.nbytes for c in held.copies if c.receiver == rank) for rank in range(RANKS)) / 1e6
         ranks = pool.run(measure, (c, domains, arguments.steps, not arguments.apart), plan)
         slowest = [
             [max(times) for times in zip(*(rank[k] for rank in ranks), strict=True)] for k in range(len(ranks[0]))
@@ -105,7 +105,7 @@ def main() -> None:
         step, hold, *cores = (1000 * statistics.median(times) for times in zip(*slowest, strict=True))
         busy = " | ".join(f"{number:.1f}" for number in cores)
         print(
-            f"| {name} | {own:.1f} | {given:.1f} | {step:.0f} | {hold:.1f} | {100 * hold / step:.1f} % | {busy} |",
+            f"| {name} | {own:.1f} | {from_peers:.1f} | {step:.0f} | {hold:.1f} | {100 * hold / step:.1f} % | {busy} |",
             flush=True,
         )
     pool.close()

@@ -59,10 +59,10 @@ def services() -> dict[int, float]:
 
 def below(parents: dict[int, int], roots: set[int]) -> set[int]:
     """Return the processes below `roots`."""
-    found = set(roots)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - roots
+    family = set(roots)
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family - roots
 
 
 def spent(pid: int) -> float:
@@ -155,11 +155,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1500)
     parser.add_argument("--services", nargs="*", help="default: all that are installed")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sequences of a step")
-    given = parser.parse_args()
-    names = given.services
+    options = parser.parse_args()
+    names = options.services
     if names is None:
         names = [name for name, kind in SINKS.items() if kind.package and not lack_of_package(name)]
-    rows = [measure(batch, given.pairs, names) for batch in given.batches]
+    rows = [measure(batch, options.pairs, names) for batch in options.batches]
     print(f"services: {', '.join(names)}")
     print("| step without (ms) | recorded | step | all services' processors, a row |\n|---|---|---|---|")
     print(*rows, sep="\n")

@@ -74,15 +74,15 @@ def main() -> None:
         config = compose_config([f"+experiment={arguments.experiment}", *arguments.overrides, *variation.split()])
         config.train = replace(config.train, global_batch=2 * config.train.microbatch)
         plan = make_plan(config)
-        most = max(predict_footprints(config, plan), key=lambda found: found.total_bytes)
+        most = max(predict_footprints(config, plan), key=lambda footprint: footprint.total_bytes)
         tensors = most.total_bytes - most.reserved
         try:
             peak = measure(config, plan, arguments.device, arguments.steps)
-            found = f"{peak / 1e9:.3f} | {tensors / peak:.3f} | {' | '.join(in_use(arguments.device))}"
+            figures = f"{peak / 1e9:.3f} | {tensors / peak:.3f} | {' | '.join(in_use(arguments.device))}"
         except torch.OutOfMemoryError:
-            found = "out of memory | | |"
+            figures = "out of memory | | |"
         needed = f"{tensors / 1e9:.3f} + {most.reserved / 1e9:.3f}"
-        print(f"| {variation or 'as it is'} | {needed} | {found} |", flush=True)
+        print(f"| {variation or 'as it is'} | {needed} | {figures} |", flush=True)
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
 

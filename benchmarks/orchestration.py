@@ -59,9 +59,9 @@ def main() -> None:
     print("| run | median step (ms) |\n|---|---|")
     for k in range(args.rounds):
         for kind in KINDS if k % 2 == 0 else reversed(KINDS):
-            found = step_seconds(kind, args.steps)
-            seen[kind] += found
-            print(f"| {kind} | {1000 * statistics.median(found):.2f} |", flush=True)
+            seconds = step_seconds(kind, args.steps)
+            seen[kind] += seconds
+            print(f"| {kind} | {1000 * statistics.median(seconds):.2f} |", flush=True)
     ray, plain = (seen[kind] for kind in KINDS)
     ratio = statistics.median(ray) / statistics.median(plain)
     low, high = interval(ray, plain)

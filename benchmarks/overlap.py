@@ -59,10 +59,10 @@ def switched(c: Config, hardware: str, key: str, value: Any) -> Config:
 
 def describe_nodes(rate: str, path: Path) -> None:
     """Write the description of a hardware of one CPU core per node, joined by links of a rate."""
-    found = yaml.safe_load(file_of_hardware("cpu").read_text())
-    found["node"]["ranks"] = 1
-    found["network"]["bandwidth"] = bits_per_second(rate) / 8
-    path.write_text(yaml.safe_dump(found))
+    hardware = yaml.safe_load(file_of_hardware("cpu").read_text())
+    hardware["node"]["ranks"] = 1
+    hardware["network"]["bandwidth"] = bits_per_second(rate) / 8
+    path.write_text(yaml.safe_dump(hardware))
 
 
 def rank_main(
@@ -98,11 +98,11 @@ def measure(links: Links, plan_name: str, key: str, warmup: int, pairs: int) -> 
     """Start one rank on each node, and compare what they saw. Raises RuntimeError with the log of one that failed."""
     with tempfile.TemporaryDirectory() as folder:
         describe_nodes(str(links.rate), hardware := Path(folder, "nodes.yaml"))
-        given = [links.address(0), str(hardware), plan_name, key, str(warmup), str(pairs)]
+        arguments = [links.address(0), str(hardware), plan_name, key, str(warmup), str(pairs)]
         logs = [Path(folder, f"log-{rank}") for rank in range(RANKS)]
         started = []
         for rank, log in enumerate(logs):
-            command = [sys.executable, __file__, "--rank", str(rank), *given, f"{folder}/{rank}"]
+            command = [sys.executable, __file__, "--rank", str(rank), *arguments, f"{folder}/{rank}"]
             with log.open("w") as f:
                 started.append(links.start(rank, command, stdin=DEVNULL, stdout=f, stderr=f, cwd=ROOT))
         for process, log in zip(started, logs, strict=True):
@@ -132,13 +132,13 @@ def main() -> None:
             for name in args.plans:
                 sent = sum(communication(make_plan(configured(Row("", PLANS[name]), 1))).values()) / RANKS
                 with Links(RANKS, rate) as links:
-                    found = measure(links, name, key, args.warmup, args.pairs)
-                on, off = (1000 * seconds for seconds in found.seconds)
-                low, high = (1 / ratio for ratio in reversed(found.interval))
+                    comparison = measure(links, name, key, args.warmup, args.pairs)
+                on, off = (1000 * seconds for seconds in comparison.seconds)
+                low, high = (1 / ratio for ratio in reversed(comparison.interval))
                 values = " or ".join(map(str, SWITCHES[key])).lower()
-                cells = [name, rate, f"{key}: {values}", f"{on:.0f}", f"{off:.0f}", f"**{1 / found.ratio:.3f}**",
+                cells = [name, rate, f"{key}: {values}", f"{on:.0f}", f"{off:.0f}", f"**{1 / comparison.ratio:.3f}**",
                          f"{low:.3f} to {high:.3f}", f"{8000 * sent / bits_per_second(rate):.0f}",
-                         f"{found.apart:.0e}"]  # fmt: skip
+                         f"{comparison.apart:.0e}"]  # fmt: skip
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 

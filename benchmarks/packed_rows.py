@@ -61,16 +61,16 @@ class Packed(Tokens):
         self.documents = job.documents
 
     def sample(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
-        found, place = super().sample(draw), np.arange(self.model.length)
+        row, place = super().sample(draw), np.arange(self.model.length)
         first = np.isin(place, draw.choice(np.arange(1, len(place)), self.documents - 1, replace=False))
         begins = np.maximum.accumulate(np.where(first, place, 0))
-        return found | {"begins": begins, "positions": place - begins}
+        return row | {"begins": begins, "positions": place - begins}
 
 
 @contextmanager
 def masked() -> Iterator[None]:
     """Hide documents by masks within the context."""
-    here = panels.document_pairs, fused_attention.LEAST
+    originals = panels.document_pairs, fused_attention.LEAST
 
     def every(begins, queries, short, key, make):
         """Every pair of blocks that causality leaves, each with a mask."""
@@ -81,7 +81,7 @@ def masked() -> Iterator[None]:
     try:
         yield
     finally:
-        panels.document_pairs, fused_attention.LEAST = here
+        panels.document_pairs, fused_attention.LEAST = originals
 
 
 def in_turn(job: Job, plan: Plan, communicator: Communicator) -> dict[str, Seen]:
@@ -108,18 +108,18 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=1, help="steps of each before the first pair")
-    given = parser.parse_args()
-    print(f"{given.pairs} pairs, load {os.getloadavg()[0]:.1f}\n")
+    options = parser.parse_args()
+    print(f"{options.pairs} pairs, load {os.getloadavg()[0]:.1f}\n")
     print("| length | documents | plan | left out (s) | masked (s) | ratio | 95 % |\n|---|---|---|---|---|---|---|")
-    for length in given.lengths:
-        for documents in given.documents:
-            for name in given.plans:
+    for length in options.lengths:
+        for documents in options.documents:
+            for name in options.plans:
                 c = configure(**{**MODEL, **PLANS[name], "length": length})
                 plan = make_plan(c)
                 with closing(Pool(plan.mesh.world_size, PATIENCE)) as pool:
-                    found = compare(pool.run(in_turn, Job(c, documents, given.warmup, given.pairs), plan))
-                cells = [f"{length:,}", str(documents), name, *(f"{s:.2f}" for s in found.seconds),
-                         f"**{found.ratio:.3f}**", "{:.3f} to {:.3f}".format(*found.interval)]  # fmt: skip
+                    comparison = compare(pool.run(in_turn, Job(c, documents, options.warmup, options.pairs), plan))
+                cells = [f"{length:,}", str(documents), name, *(f"{s:.2f}" for s in comparison.seconds),
+                         f"**{comparison.ratio:.3f}**", "{:.3f} to {:.3f}".format(*comparison.interval)]  # fmt: skip
                 print(f"| {' | '.join(cells)} |", flush=True)
 
 

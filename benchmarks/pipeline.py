@@ -65,7 +65,7 @@ class Sleep(torch.autograd.Function):
 def sleeping_stage(config, plan, communicator, seconds: float) -> Callable[[], object]:
     """One step of the executor on this stage, whose computations sleep."""
     row = stage_rows([build_schedule(config, 1)])[communicator.coordinates["stage"]].steps[0]
-    here = plan.stage_part(communicator.coordinates["stage"])
+    stage = plan.stage_part(communicator.coordinates["stage"])
     shape = config.model.length, config.train.microbatch, config.model.d_model
 
     def forward(chunk, microbatch, flow, deferred):
@@ -76,7 +76,7 @@ def sleeping_stage(config, plan, communicator, seconds: float) -> Callable[[], o
         return {"stream": y} if chunk.sends else {"loss": y.sum()}
 
     communicator.open_stage_connections(plan.neighbour_stages)
-    return partial(PipelineExecutor(here, communicator, torch.float32, forward).run_row, row)
+    return partial(PipelineExecutor(stage, communicator, torch.float32, forward).run_row, row)
 
 
 def ours(config, plan, communicator, seconds: float, repeats: int) -> list[float]:
@@ -107,8 +107,8 @@ def torchs(config, plan, communicator, seconds: float, repeats: int) -> list[flo
     loss = lambda y, target: y.sum()  # noqa: E731
     engine = PEERS[kind](stages if several else stages[0], m, loss_fn=loss)
     batch = torch.zeros(m * SHAPE[0], *SHAPE[1:], requires_grad=True)
-    given = {"target": batch.detach()} if rank == STAGES - 1 else {}
-    return measure(lambda: engine.step(*([batch] if rank == 0 else []), **given), communicator, repeats)
+    keywords = {"target": batch.detach()} if rank == STAGES - 1 else {}
+    return measure(lambda: engine.step(*([batch] if rank == 0 else []), **keywords), communicator, repeats)
 
 
 def measure(step: Callable[[], object], communicator: Communicator, repeats: int) -> list[float]:
@@ -116,13 +116,13 @@ def measure(step: Callable[[], object], communicator: Communicator, repeats: int
     if os.environ.get(REALTIME):
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
-    found = []
+    times = []
     for _ in range(repeats):
         communicator.barrier()
         start = time.perf_counter()
         step()
-        found.append(time.perf_counter() - start)
-    return found
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def main() -> None:

@@ -137,8 +137,8 @@ class Torchs:
         rows = self.tokens.batch("train", (k - 1) * MICROBATCHES, k * MICROBATCHES)
         tokens, labels = (torch.from_numpy(rows[name]) for name in ("tokens", "labels"))
         losses: list[Tensor] = []
-        given = [] if self.rank else [tokens]
-        self.engine.step(*given, **({"target": labels, "losses": losses} if self.rank else {}))
+        inputs = [] if self.rank else [tokens]
+        self.engine.step(*inputs, **({"target": labels, "losses": losses} if self.rank else {}))
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         mine = torch.stack([g.square().sum() for g in gradients]).sum()
         both = torch.stack([mine, sum(losses, torch.zeros(())).detach() / MICROBATCHES])
@@ -163,7 +163,7 @@ def alternate(
     communicator.open_stage_connections(plan.neighbour_stages)
     steps: dict[str, Callable[[int], float]] = {n: lambda k, t=t: t.step(k).loss for n, t in trainers.items()}
     steps[TORCHS] = torchs.step
-    found: Measured = {name: [] for name in steps}
+    measured: Measured = {name: [] for name in steps}
     draw = random.Random(0)
     for k in range(1, rounds + 4):  # three to warm up
         losses = {}
@@ -171,9 +171,9 @@ def alternate(
             communicator.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             losses[name] = steps[name](k)
-            found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+            measured[name].append((time.perf_counter() - wall, time.process_time() - cpu))
         assert max(losses.values()) - min(losses.values()) < 1e-3 * losses[TORCHS], losses
-    return {name: times[3:] for name, times in found.items()}
+    return {name: times[3:] for name, times in measured.items()}
 
 
 def interval(pairs: Sequence[float]) -> str:

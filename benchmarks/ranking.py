@@ -103,7 +103,7 @@ def calibrate_and_step(
 
     torch.set_num_threads(1)
     dist.destroy_process_group()
-    found = []
+    timings = []
     for number, one in enumerate(plan_calibration_rounds(nodes)):
         communicator = connect_groups(
             one.mesh_ranks.index(rank), one.ranks_and_groups, str(number), (address[0], address[1]), "cpu"
@@ -114,9 +114,9 @@ def calibrate_and_step(
             measured = measure_collective_rates(communicator, False)
         communicator.barrier()
         communicator.close()
-        found.append(measured.timings)
+        timings.append(measured.timings)
     join_default_group(meet_ranks(len(nodes), (address[0], address[1]), "steps"), rank, len(nodes), "cpu")
-    return found, measure_steps(rank, variants, count, before=1)
+    return timings, measure_steps(rank, variants, count, before=1)
 
 
 def run(case: Case, count: int) -> tuple[list[Any], dict[str, Any]]:
@@ -141,12 +141,12 @@ def hardware_text(case: Case, timings: Sequence[Any]) -> str:
 
 def measured_runs(case: Case, hardware: str, steps: Mapping[str, Any]) -> list[MeasuredRun]:
     """Return the measured runs of a case, as if read from a table, the fastest first."""
-    found = []
+    runs = []
     for name, how in case.variants.items():
-        plan, there = case.plan(name), read_hardware(hardware)
+        plan, machine = case.plan(name), read_hardware(hardware)
         work, took = build_step_work(configure(**how), plan), seconds(steps[name])
-        found.append(MeasuredRun(name, {}, work, there, took, count_step_flops(plan, False)))
-    return sorted(found, key=lambda run: run.seconds)
+        runs.append(MeasuredRun(name, {}, work, machine, took, count_step_flops(plan, False)))
+    return sorted(runs, key=lambda run: run.seconds)
 
 
 def main() -> None:

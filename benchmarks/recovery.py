@@ -89,16 +89,16 @@ def run(name: str, trials: int, number: int = signal.SIGKILL, **elastic: object)
         killer.start()
         chaos.drive(c)
         events = chaos.journal(c)
-    found: dict[str, list[float]] = {"known": [], "released": [], name: [], "steps lost": []}
+    phases: dict[str, list[float]] = {"known": [], "released": [], name: [], "steps lost": []}
     for sent in killer.sent:
         after = [event for event in events if event["time"] >= sent]
         first = {event["event"]: event["time"] - sent for event in reversed(after)}
-        found["known"].append(first["failure"])
-        found["released"].append(first["released"])
-        found[name].append(first["first_step"])
-    found["steps lost"] = [float(event["steps_lost"]) for event in events if event["event"] == "rolled_back"]
-    found["false alarms"] = [float(sum(event["event"] == "failure" for event in events) - len(killer.sent))]
-    return found
+        phases["known"].append(first["failure"])
+        phases["released"].append(first["released"])
+        phases[name].append(first["first_step"])
+    phases["steps lost"] = [float(event["steps_lost"]) for event in events if event["event"] == "rolled_back"]
+    phases["false alarms"] = [float(sum(event["event"] == "failure" for event in events) - len(killer.sent))]
+    return phases
 
 
 def locked(trials: int) -> list[float]:
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["spare", "shrink", "cold", "stopped", "lock"])
     options = parser.parse_args()
     of = {"spare": {"spares": 1}, "shrink": {}, "cold": {"min_workers": WORKERS}}
-    found: dict[str, list[float]] = {}
+    phases: dict[str, list[float]] = {}
     for name in options.only:
         if name in of:
             parts = run(name, options.trials, **of[name])
@@ -135,10 +135,10 @@ def main() -> None:
         else:
             parts = {"lock": locked(options.hangs)}
         for phase, seconds in parts.items():
-            found.setdefault(phase, []).extend(seconds)
-    lost, alarms = found.pop("steps lost", []), found.pop("false alarms", [])
+            phases.setdefault(phase, []).extend(seconds)
+    lost, alarms = phases.pop("steps lost", []), phases.pop("false alarms", [])
     print("| phase | p50 (s) | p99 (s) | longest (s) | trials | goal (s) |\n|---|---|---|---|---|---|", file=sys.stderr)
-    for phase, seconds in found.items():
+    for phase, seconds in phases.items():
         which, goal = GOALS[phase]
         met = (median(seconds) if which == "p50" else p99(seconds)) <= goal
         print(f"| {phase} | {median(seconds):.2f} | {p99(seconds):.2f} | {max(seconds):.2f} | {len(seconds)} | "

@@ -25,9 +25,9 @@ def main() -> None:
     closed = time.process_time() - begin
     print(f"| closed form | {judged:,} plans | {closed:.1f} s | {judged / closed:,.0f} plans/s |")
     begin = time.process_time()
-    found = search_plans(config, WORKERS, MEMORY, hardware)
+    outcome = search_plans(config, WORKERS, MEMORY, hardware)
     whole = time.process_time() - begin
-    print(f"| search, with the sketches that are there | {len(found.tried)} priced | {whole:.1f} s |  |")
+    print(f"| search, with the sketches that are there | {len(outcome.tried)} priced | {whole:.1f} s |  |")
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ DRAWS: tuple[Callable[[random.Random], bytes], ...] = (
 
 def flood(port: int, seconds: float, seed: int) -> int:
     """Return the number of connections that were made in `seconds`."""
-    chance, held, made = random.Random(seed), deque[socket.socket](), 0
+    chance, held, opened = random.Random(seed), deque[socket.socket](), 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
             connection.settimeout(0.1)
             held.append(connection)
-            made += 1
+            opened += 1
             connection.sendall(chance.choice(DRAWS)(chance))
         except OSError:  # hung up, full, or the run is over: all of these are answers
             pass
@@ -52,7 +52,7 @@ def flood(port: int, seconds: float, seed: int) -> int:
         time.sleep(PAUSE)
     for connection in held:
         connection.close()
-    return made
+    return opened
 
 
 def main() -> None:

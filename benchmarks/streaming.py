@@ -43,8 +43,8 @@ def written(file: Path, megabytes: int) -> None:
 
 def launched(folder: Path, name: str, steps: int, *more: str) -> dict[str, float]:
     """Train by command; return what the table shows of the run."""
-    given = ["data=text", "data.path=text.jsonl", f"data.cache={name}-cache", "data.validation=0", f"run.dir={name}"]
-    command = [sys.executable, "-m", "platform.launch", "+experiment=gpt_quick", *MODEL, *RUN, *given, *more]
+    settings = ["data=text", "data.path=text.jsonl", f"data.cache={name}-cache", "data.validation=0", f"run.dir={name}"]
+    command = [sys.executable, "-m", "platform.launch", "+experiment=gpt_quick", *MODEL, *RUN, *settings, *more]
     start = time.time()
     subprocess.run([*command, f"train.steps={steps}"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     [first] = [e["time"] for e in JsonLines.read_objects(folder / name / "journal.jsonl") if e["event"] == "first_step"]
@@ -63,21 +63,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--steps", type=int, default=300)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        written(folder / "text.jsonl", given.megabytes)
+        written(folder / "text.jsonl", options.megabytes)
         streamed = ["data.streaming=true", f"data.block={BLOCK}"]
         launched(folder, "tokenizer", 1, *streamed)
         [tokenizer] = (folder / "tokenizer-cache").glob("*/tokenizer.json")
-        found = {
-            name: launched(folder, name.replace(" ", "-"), given.steps, f"data.tokenizer={tokenizer}", *more)
+        runs = {
+            name: launched(folder, name.replace(" ", "-"), options.steps, f"data.tokenizer={tokenizer}", *more)
             for name, more in {"tokenised first": [], "streamed": streamed}.items()
         }
-    columns = list(found["streamed"])
-    print(f"| {given.megabytes} MB of text, {given.steps} steps | {' | '.join(columns)} |")
+    columns = list(runs["streamed"])
+    print(f"| {options.megabytes} MB of text, {options.steps} steps | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
-    for name, row in found.items():
+    for name, row in runs.items():
         print(f"| {name} | {' | '.join(f'{row[column]:.2f}' for column in columns)} |")
 
 

@@ -96,21 +96,21 @@ def environment(folder: Path, python: str, torch: str, ray: str, wheel: Path) ->
 
 def combination(python: str, torch: str, ray: str, wheel: Path) -> Iterator[str]:
     """Yield the cells of a combination: the versions, then seconds of each check or why it failed."""
-    there = [name for name, version in (("torch", torch), ("ray", ray)) if version != NONE]
+    packages = [name for name, version in (("torch", torch), ("ray", ray)) if version != NONE]
     with tempfile.TemporaryDirectory(prefix="w") as name:  # short: Ray's sockets
         folder, empty = Path(name), Path(name) / "empty"
         empty.mkdir()
         try:
             own = environment(folder, python, torch, ray, wheel)
             yield execute(own, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])", cwd=empty)
-            yield from execute(own, "-c", VERSIONS.format(packages=there), cwd=empty).split()
+            yield from execute(own, "-c", VERSIONS.format(packages=packages), cwd=empty).split()
         except Failed as error:
             yield f"cannot be installed: {error}"
             return
         for arguments, expect, needs in CHECKS.values():
             start = time.perf_counter()
             try:
-                if set(needs) <= set(there):
+                if set(needs) <= set(packages):
                     execute(own, *arguments, cwd=empty, expect=expect)
                     yield f"{time.perf_counter() - start:.0f} s"
                 else:

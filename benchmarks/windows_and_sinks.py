@@ -52,7 +52,7 @@ def whole() -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     print("| length | window | sinks | in pairs (s, MB) | all scores (s, MB) | time | memory |")
     print("|---|---|---|---|---|---|---|")
@@ -65,7 +65,7 @@ def main() -> None:
                 needed[system] = predict_peak_bytes(config, plan) / 1e6
                 trainers.append(trainer_of(config, plan, SingleRank(plan.mesh)))
         losses: list[list[float]] = [[], []]
-        for step in range(1, given.steps + 1):
+        for step in range(1, options.steps + 1):
             for system in (0, 1):
                 with whole() if system else ExitStack():
                     begun = time.process_time()

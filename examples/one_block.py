@@ -57,16 +57,16 @@ class OneBlock:
 register_model("one_block", OneBlock)  # also in the four processes, which import this file
 
 
-def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[float, dict[str, torch.Tensor]]:
+def forward_backward(planned: Plan, communicator: Communicator, config) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and this rank's blocks of the gradients."""
-    rank = build_rank(config, made, communicator)
-    rows = {(start, end): {"ids": IDS[start:end]} for start, end in stretches(made, communicator)}  # that it reads
+    rank = build_rank(config, planned, communicator)
+    rows = {(start, end): {"ids": IDS[start:end]} for start, end in stretches(planned, communicator)}  # that it reads
     rank.weights.begin_step()
-    loss = rank.model.forward(rank.ops, place(made, communicator, rows))
+    loss = rank.model.forward(rank.ops, place(planned, communicator, rows))
     loss.backward()
     rank.weights.set_gradients(rank.weights.finish_reductions())
-    total = loss.detach() if counts_at(communicator.coordinates, made.loss_layout.axes) else torch.zeros_like(loss)
-    if everywhere := made.mesh.order_axes(made.mesh.axes):
+    total = loss.detach() if counts_at(communicator.coordinates, planned.loss_layout.axes) else torch.zeros_like(loss)
+    if everywhere := planned.mesh.order_axes(planned.mesh.axes):
         total = communicator.launch("all_reduce", total, everywhere).wait()
     return total.item(), rank.weights.gradients
 
@@ -74,17 +74,17 @@ def forward_backward(made: Plan, communicator: Communicator, config) -> tuple[fl
 def run_rank(number: int, store: str) -> None:
     torch.set_num_threads(1)
     config, alone = compose(*COMMON, *SCHEME), compose(*COMMON)
-    made, serial = plan(config), plan(alone)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=made.mesh.world_size)
-    communicator = ProcessGroups(made.mesh, number, process_groups(made))
-    loss, gradients = forward_backward(made, communicator, config)
+    parallel, serial = plan(config), plan(alone)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=parallel.mesh.world_size)
+    communicator = ProcessGroups(parallel.mesh, number, process_groups(parallel))
+    loss, gradients = forward_backward(parallel, communicator, config)
     expected, whole = forward_backward(serial, SingleRank(serial.mesh), alone)
     worst = 0.0
-    for p in made.parameters:
-        mine = tuple(slice(first, first + n) for first, n in made.locate_block(p, communicator.coordinates))
+    for p in parallel.parameters:
+        mine = tuple(slice(first, first + n) for first, n in parallel.locate_block(p, communicator.coordinates))
         worst = max(worst, (gradients[p.name] - whole[p.name][mine]).abs().max().item())
     scale = max(g.abs().max().item() for g in whole.values())
-    seat = ", ".join(f"{axis}={i}" for axis, i in communicator.coordinates.items() if made.mesh.axes[axis] > 1)
+    seat = ", ".join(f"{axis}={i}" for axis, i in communicator.coordinates.items() if parallel.mesh.axes[axis] > 1)
     print(f"rank {number} ({seat}): loss {loss:.6f}, alone {expected:.6f}; gradients differ by {worst / scale:.0e}")
     assert abs(loss - expected) < 1e-9 * abs(expected) and worst < 1e-10 * scale
     communicator.close()
@@ -93,7 +93,7 @@ def run_rank(number: int, store: str) -> None:
 if __name__ == "__main__":
     import tempfile
 
-    made = plan(compose(*COMMON, *SCHEME))
-    print(describe(made), flush=True)
+    planned = plan(compose(*COMMON, *SCHEME))
+    print(describe(planned), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (f"{folder}/store",), nprocs=made.mesh.world_size)
+        mp.spawn(run_rank, (f"{folder}/store",), nprocs=planned.mesh.world_size)

@@ -50,15 +50,15 @@ SERIAL = ["cluster=inline", "run.dir=runs/eager_serial"]
 def main() -> None:
     for name in ("1f1b", "eager_1f1b"):
         schedule = generate(name, 2, 1, 6)
-        found = [simulate(schedule, transfer=delay) for delay in (0.0, 0.5)]
-        print(f"{name}: takes {found[0].makespan:g}, with slow messages {found[1].makespan:g}")
+        timings = [simulate(schedule, transfer=delay) for delay in (0.0, 0.5)]
+        print(f"{name}: takes {timings[0].makespan:g}, with slow messages {timings[1].makespan:g}")
         print(table(schedule.rows))
 
     own, serial = compose(*COMMON, *OWN), compose(*COMMON, *SERIAL)
     print("mesh:", plan(own).mesh)
-    here, there = run(own), run(serial)
+    staged, alone = run(own), run(serial)
     print(f"\n{'step':>4}  {'two stages':>12}  {'one process':>12}")
-    for mine, its in zip(here.metrics, there.metrics, strict=True):
+    for mine, its in zip(staged.metrics, alone.metrics, strict=True):
         print(f"{mine.step:>4}  {mine.loss:>12.6f}  {its.loss:>12.6f}")
         assert abs(mine.loss - its.loss) < 1e-4
 

@@ -20,12 +20,12 @@ SERIAL = ["tensor=serial", "cluster=inline", "run.dir=runs/own_scheme_serial"]
 
 def main() -> None:
     own, serial = compose(*COMMON, *OWN, config_dir=CONF), compose(*COMMON, *SERIAL)
-    print(describe(made := plan(own)))
-    print("bytes that a step moves, by kind and axes:", communication(made))
+    print(describe(planned := plan(own)))
+    print("bytes that a step moves, by kind and axes:", communication(planned))
 
-    here, there = run(own), run(serial)
+    parallel, alone = run(own), run(serial)
     print(f"\n{'step':>4}  {'4 processes':>12}  {'1 process':>12}")
-    for mine, its in zip(here.metrics, there.metrics, strict=True):
+    for mine, its in zip(parallel.metrics, alone.metrics, strict=True):
         print(f"{mine.step:>4}  {mine.loss:>12.6f}  {its.loss:>12.6f}")
         assert abs(mine.loss - its.loss) < 1e-4
 

@@ -110,7 +110,7 @@ def _generate_answers(arguments: Namespace) -> int:
         ends = asked_model.find_end_ids(vocabulary, trained.generation_config)
         for number, answer in asked.continue_prompts(rows, tokens, rule, ends):
             text = _decode_answer(vocabulary, [] if asked.pairs else rows[number], answer.ids)
-            _print_answer(out, prompts[number].given, text, answer, alone=len(rows) == 1)
+            _print_answer(out, prompts[number].fields, text, answer, alone=len(rows) == 1)
     return 0
 
 

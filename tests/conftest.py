@@ -86,13 +86,13 @@ def thin(items: list[pytest.Item]) -> None:
             cases = families.get((file, name), [])
             counted = bool(cases) and cases[0].get_closest_marker("counted")
             arguments = [case.callspec.params if hasattr(case, "callspec") else {} for case in cases]
-            here = kept(arguments, every, bool(counted), cases_that_kill(f"{file.removeprefix('tests/')}::{name}"))
-            ran, of = ran + len(here), of + len(cases)
+            remaining = kept(arguments, every, bool(counted), cases_that_kill(f"{file.removeprefix('tests/')}::{name}"))
+            ran, of = ran + len(remaining), of + len(cases)
             for i, case in enumerate(cases):
-                if i not in here:
+                if i not in remaining:
                     case.add_marker(pytest.mark.full)
                 elif counted:
-                    case.add_marker(pytest.mark.counted(counted.args[0], len(here), counted.args[2]), append=False)
+                    case.add_marker(pytest.mark.counted(counted.args[0], len(remaining), counted.args[2]), append=False)
     first = next(iter(families.values()))[0]
     first.user_properties.append(("count", (f"tests of {THINNED.relative_to(ROOT)}", ran, of, EVERY_ONE)))
 

@@ -25,7 +25,7 @@ INLINE = [*SMALL, *BATCH, "cluster=inline", "cluster.device=cpu"]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -48,10 +48,10 @@ def test_compose_is_that_of_the_command():
     assert Path(config.run.dir).name.startswith("gpt_quick-")
 
 
-def test_compose_reads_own_files(here):
-    (here / "own" / "model").mkdir(parents=True)
-    (here / "own" / "model" / "mine.yaml").write_text("layers: 3\n")
-    assert compose("model=mine", config_dir=here / "own").model.layers == 3
+def test_compose_reads_own_files(folder):
+    (folder / "own" / "model").mkdir(parents=True)
+    (folder / "own" / "model" / "mine.yaml").write_text("layers: 3\n")
+    assert compose("model=mine", config_dir=folder / "own").model.layers == 3
 
 
 def test_all_mistakes_at_once():
@@ -76,11 +76,11 @@ def test_changed_values_are_checked_again():
     assert not Path("run").exists()
 
 
-def test_a_run_with_callbacks(here):
+def test_a_run_with_callbacks(folder):
     rows, events = [], []
     config = small()
     result = run(config, Callbacks(on_step=rows.append, on_event=events.append))
-    assert (result.status, result.outcome, result.directory) == (0, "done", here / "run")
+    assert (result.status, result.outcome, result.directory) == (0, "done", folder / "run")
     assert [row.step for row in rows] == [1, 2, 3, 4] and result.loss == rows[-1].loss
     assert result.metrics == rows and result.events == events
     assert names(result)[0] == "starting" and names(result)[-2:] == ["done", "goodput"]
@@ -162,13 +162,13 @@ def test_a_run_that_fails(capsys, monkeypatch):
     assert f"from platform.api import resume; resume('{result.directory}')" in capsys.readouterr().out
 
 
-def test_resume_under_another_layout_and_from_elsewhere(here, monkeypatch):
+def test_resume_under_another_layout_and_from_elsewhere(folder, monkeypatch):
     whole = run(compose(*INLINE, "run.dir=whole"))
     run(small("train.stop_at=2"))
-    (here / "run").rename(here / "moved")
-    result = resume(here / "moved", "train.stop_at=0", "tensor=3d", "parallel.zero=1")
-    assert result.directory == here / "moved" and losses(result) == pytest.approx(losses(whole), rel=1e-5)
-    assert yaml.safe_load((here / "moved" / "config.yaml").read_text())["tensor"]["scheme"] == "3d"
+    (folder / "run").rename(folder / "moved")
+    result = resume(folder / "moved", "train.stop_at=0", "tensor=3d", "parallel.zero=1")
+    assert result.directory == folder / "moved" and losses(result) == pytest.approx(losses(whole), rel=1e-5)
+    assert yaml.safe_load((folder / "moved" / "config.yaml").read_text())["tensor"]["scheme"] == "3d"
 
 
 def test_resume_ignores_how_the_run_once_started():
@@ -176,7 +176,7 @@ def test_resume_ignores_how_the_run_once_started():
     assert "restored" in names(resume("run", "train.stop_at=0"))
 
 
-def test_what_cannot_be_resumed(here):
+def test_what_cannot_be_resumed(folder):
     with pytest.raises(ConfigError, match="run.dir=.*nothing: holds no run"):
         resume("nothing")
     run(small("train.stop_at=2"))
@@ -184,13 +184,13 @@ def test_what_cannot_be_resumed(here):
         resume("run", "train.stop=0")
     with pytest.raises(ConfigError, match="model.length: 8 there, 4 here"):
         resume("run", "model.length=4")
-    text = (here / "run" / "config.yaml").read_text()
+    text = (folder / "run" / "config.yaml").read_text()
     assert "project: elastic-platform" in text
-    (here / "run" / "config.yaml").write_text(text.replace("project: elastic-platform", "project: '***'"))
+    (folder / "run" / "config.yaml").write_text(text.replace("project: elastic-platform", "project: '***'"))
     with pytest.raises(ConfigError, match=r"monitor.project=\*\*\*: a secret"):
         resume("run")
     assert resume("run", "monitor.project=mine", "train.stop_at=0").outcome == "done"
-    (here / "run" / "config.yaml").write_text("- no configuration\n")
+    (folder / "run" / "config.yaml").write_text("- no configuration\n")
     with pytest.raises(ConfigError, match="its config.yaml cannot be read"):
         resume("run")
 
@@ -230,34 +230,34 @@ from platform.api import Callbacks, compose, run
 GUARD, NONE = 'if __name__ == "__main__":', "if True:"
 
 
-def script(here: Path, *arguments: str, guard: str = GUARD) -> subprocess.CompletedProcess[str]:
+def script(folder: Path, *arguments: str, guard: str = GUARD) -> subprocess.CompletedProcess[str]:
     words = ", ".join(map(repr, [*SMALL, *BATCH, "cluster.device=cpu", *arguments]))
-    (here / "script.py").write_text(SCRIPT.format(guard=guard, arguments=words))
+    (folder / "script.py").write_text(SCRIPT.format(guard=guard, arguments=words))
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     return subprocess.run(
-        [sys.executable, "script.py"], cwd=here, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
     )
 
 
 @pytest.mark.full  # the examples run two and four
-def test_two_processes(here):
-    done = script(here, "cluster=processes", "tensor=1d", "tensor.axes.t=2")
+def test_two_processes(folder):
+    done = script(folder, "cluster=processes", "tensor=1d", "tensor.axes.t=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "row 4 2" in done.stdout and "0 done 4" in done.stdout
 
 
 @pytest.mark.full
-def test_a_script_needs_no_guard(here):
+def test_a_script_needs_no_guard(folder):
     """Workers import what `extend` names, and not the script that started them."""
-    done = script(here, "cluster=processes", "tensor=1d", "tensor.axes.t=2", guard=NONE)
+    done = script(folder, "cluster=processes", "tensor=1d", "tensor.axes.t=2", guard=NONE)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 done 4" in done.stdout
 
 
 @pytest.mark.ray
 @pytest.mark.full
-def test_two_workers_on_ray(here):
-    done = script(here, "cluster=local", "tensor=1d", "tensor.axes.t=2")
+def test_two_workers_on_ray(folder):
+    done = script(folder, "cluster=local", "tensor=1d", "tensor.axes.t=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "row 4 2" in done.stdout and "0 done 4" in done.stdout
 
@@ -266,8 +266,8 @@ def test_docs_and_examples_import_from_the_door_alone(root):
     generators = {root / "docs" / name for name in ("papers.py", "predictions.py")}  # of pages on the planner itself
     own_code = {*root.glob("docs/*.py"), *root.glob("examples/*.py")} - generators
     pages = [root / "README.md", *root.glob("docs/*.md"), *own_code]
-    found = {m for page in pages for m in re.findall(r"^(?:from|import) (platform\.[\w.]+)", page.read_text(), re.M)}
-    assert found == {"platform.api"}
+    modules = {m for page in pages for m in re.findall(r"^(?:from|import) (platform\.[\w.]+)", page.read_text(), re.M)}
+    assert modules == {"platform.api"}
 
 
 def test_the_door_imports_torch_only_for_what_executes_a_plan():

@@ -36,13 +36,13 @@ def mistakes(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 def declared(stub: Path) -> dict[str, str]:
     """Map each public function and class of a stub to its arguments and result."""
-    found = {}
+    signatures = {}
     for node in ast.walk(ast.parse(stub.read_text())):
         if isinstance(node, ast.FunctionDef) and node.col_offset in (0, 4) and "self" not in ast.unparse(node.args):
-            found[node.name] = f"({ast.unparse(node.args)}) -> {node.returns and ast.unparse(node.returns)}"
+            signatures[node.name] = f"({ast.unparse(node.args)}) -> {node.returns and ast.unparse(node.returns)}"
         elif isinstance(node, ast.ClassDef):
-            found[node.name] = "class"
-    return {name: text for name, text in found.items() if not name.startswith("_")}
+            signatures[node.name] = "class"
+    return {name: text for name, text in signatures.items() if not name.startswith("_")}
 
 
 def test_our_stub_says_what_typesheds_says(root):

@@ -48,11 +48,11 @@ class Trial:
 def until(what: Callable[[], Any]) -> Any:
     """Wait for something to be true; return it. Raises TimeoutError."""
     deadline = time.monotonic() + PATIENCE
-    while not (found := what()):
+    while not (outcome := what()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {PATIENCE} s")
         time.sleep(0.1)
-    return found
+    return outcome
 
 
 def settled(system: System) -> list[Step]:

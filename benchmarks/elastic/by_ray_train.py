@@ -16,7 +16,7 @@ from benchmarks.peers import environment
 LEAST = 2
 
 
-def on_worker(given: dict[str, str]) -> None:
+def on_worker(settings: dict[str, str]) -> None:
     """Run in each process that Ray Train starts, which has formed the gloo group: train for ever."""
     import ray.train
     import torch
@@ -36,7 +36,7 @@ def on_worker(given: dict[str, str]) -> None:
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
     world, rank = context.get_world_size(), context.get_world_rank()
-    batches, record = batches_of(c, rank), recorder(Path(given["folder"], "steps"))
+    batches, record = batches_of(c, rank), recorder(Path(settings["folder"], "steps"))
     formation = str(os.getpid())
     while True:
         step += 1
@@ -67,10 +67,10 @@ def main(folder: str) -> None:
         checkpoint_config=CheckpointConfig(num_to_keep=2),
     )
     scaling = ScalingConfig(num_workers=(LEAST, WORKERS), use_gpu=False, resources_per_worker={"CPU": 1})
-    given = {"folder": folder}
+    settings = {"folder": folder}
     torch_config = TorchConfig(backend="gloo")
     TorchTrainer(
-        on_worker, train_loop_config=given, torch_config=torch_config, scaling_config=scaling, run_config=run
+        on_worker, train_loop_config=settings, torch_config=torch_config, scaling_config=scaling, run_config=run
     ).fit()
 
 

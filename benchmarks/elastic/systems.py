@@ -91,13 +91,13 @@ class Ours(OnRay):
         of_generation: dict[int, list[dict[str, Any]]] = {}
         for row in JsonLines.read_objects(self._run.run_dir / "metrics.jsonl") if self._run.rows else ():
             of_generation.setdefault(row["generation"], []).append(row)
-        found = []
+        taken = []
         for first in self._run.of("first_step"):  # it has a time; of the others, rows say how long they took
             ended = first["time"]
             for row in of_generation.get(first["generation"], []):
                 ended += row["step_seconds"] if row["step"] > first["step"] else 0
-                found.append(Step(ended, row["step"], row["world_size"], str(row["generation"]), 0, 0))
-        return found
+                taken.append(Step(ended, row["step"], row["world_size"], str(row["generation"]), 0, 0))
+        return taken
 
     def process(self, node: int) -> int:
         workers = self._run.of("formed")[-1]["workers"]

@@ -120,26 +120,26 @@ def scaling_cases() -> Iterator[Case]:
 
 def best_cuboid() -> dict[str, int]:
     """Return the sizes of the axes of tensor=3d with which the busiest of RANKS links carries the fewest bytes."""
-    found = []
+    cuboids = []
     for sizes in find_factorizations(RANKS, 3):
         axes = dict(zip("xyz", sizes, strict=True))
         if cost := _cost({"tensor": "3d", "axes": axes, **SQUARE, **FEW}, 1):
-            found.append((cost, sizes))
-    return dict(zip("xyz", min(found)[1], strict=True))
+            cuboids.append((cost, sizes))
+    return dict(zip("xyz", min(cuboids)[1], strict=True))
 
 
 def best_plan(work: How) -> tuple[str, How]:
     """Return, by a name for people, the plan of RANKS ranks without stages, two on a node, with which the busiest link
     carries the fewest bytes; of equals, all links. Stages are left out: bytes alone do not say how long they wait for
     each other."""
-    found = []
+    plans = []
     for scheme, axes in SCHEMES.items():
         for data, *sizes in find_factorizations(RANKS, 1 + len(axes)):
             shape = dict(zip(axes, sizes, strict=True))
             how = {"tensor": scheme, "axes": shape, "data": data, **work, "microbatch": work["global_batch"] // data}
             if cost := _cost(how, 2):
-                found.append((cost, f"{scheme}, {' '.join(f'{a} {n}' for a, n in shape.items())}, data {data}", how))
-    _, name, how = min(found, key=lambda each: each[:2])
+                plans.append((cost, f"{scheme}, {' '.join(f'{a} {n}' for a, n in shape.items())}, data {data}", how))
+    _, name, how = min(plans, key=lambda each: each[:2])
     return name, how
 
 

@@ -14,13 +14,13 @@ Steps = list[dict[str, Any]]  # of a rank: as `measure_steps` returns them
 
 def measure(case: Case, rate: str | None, rounds: int) -> dict[str, list[Steps]]:
     """Step all variants of a case over links of `rate`; return by variant what each rank has seen."""
-    found: dict[str, list[Steps]] = {}
+    steps: dict[str, list[Steps]] = {}
     for seats in dict.fromkeys(map(case.seats, case.variants)):
         variants = {name: how for name, how in case.variants.items() if case.seats(name) == seats}
         with Links(case.nodes, rate) as links:
             ranks = on_nodes(links, seats, "tests.testbed.ranks:measure_steps", variants, rounds, urgent=True)
-        found |= {name: [rank[name] for rank in ranks] for name in variants}
-    return found
+        steps |= {name: [rank[name] for rank in ranks] for name in variants}
+    return steps
 
 
 def seconds(ranks: list[Steps]) -> float:

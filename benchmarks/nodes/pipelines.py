@@ -48,7 +48,7 @@ def steps(rank: int, rounds: int) -> dict[str, list[Mapping[str, float]]]:
         config = configure(**variant(kind))
         plan = make_plan(config)
         step[kind] = sleeping_stage(config, plan, communicator(kind, plan, rank), FORWARD / v)
-    found: dict[str, list[Mapping[str, float]]] = {kind: [] for kind in CHUNKS}
+    measured: dict[str, list[Mapping[str, float]]] = {kind: [] for kind in CHUNKS}
     for k in range(rounds + 1):
         for kind in CHUNKS if k % 2 else reversed(CHUNKS):
             dist.barrier()
@@ -57,8 +57,8 @@ def steps(rank: int, rounds: int) -> dict[str, list[Mapping[str, float]]]:
             seconds = time.perf_counter() - begin
             dist.barrier()
             if k:
-                found[kind].append({"seconds": seconds, "out": wire().out - before})
-    return found
+                measured[kind].append({"seconds": seconds, "out": wire().out - before})
+    return measured
 
 
 def rows(rate: str, rounds: int) -> Iterator[list[str]]:

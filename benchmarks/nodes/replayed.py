@@ -78,10 +78,10 @@ def bytes_on_link(case: Case, variant: str) -> Callable[[CollectiveSpan], float]
         for group in groups:
             for sender, receiver, _, part in iterate_transfers(op, len(group)):
                 moved += part
-                here, there = seats[group[sender]], seats[group[receiver]]
-                if here != there:
-                    links[here, "out"] += part
-                    links[there, "in"] += part
+                source, target = seats[group[sender]], seats[group[receiver]]
+                if source != target:
+                    links[source, "out"] += part
+                    links[target, "in"] += part
         return max(links.values()) * len(groups) / moved
 
     return lambda c: float(c.bytes * share(c.op, c.axes))
@@ -94,7 +94,7 @@ def replay_all(ranks: Sequence[Steps], takes: Callable[[CollectiveSpan], float])
     )
 
 
-def replay(found: Sequence[CollectiveSpan], ended: float, takes: Callable[[CollectiveSpan], float]) -> float:
+def replay(spans: Sequence[CollectiveSpan], ended: float, takes: Callable[[CollectiveSpan], float]) -> float:
     """Return the seconds of a step of a rank, measured as `ended`, with collectives each of which `takes` so long, one
     after the other, on the link; where it had to wait longer without a link, it still does.
 
@@ -102,12 +102,12 @@ def replay(found: Sequence[CollectiveSpan], ended: float, takes: Callable[[Colle
     >>> [replay([hidden], 5.0, lambda _: link) for link in (0.0, 2.0, 3.0)]
     [5.0, 5.0, 6.0]
     """
-    at = [(c.start, False, i) for i, c in enumerate(found)] + [(c.wanted, True, i) for i, c in enumerate(found)]
+    at = [(c.start, False, i) for i, c in enumerate(spans)] + [(c.wanted, True, i) for i, c in enumerate(spans)]
     later = free = 0.0  # how much later than measured it is now, and when the link has sent all that was launched
     arrives: dict[int, float] = {}
     for when, waits, i in sorted(at):
         if waits:
-            later = max(found[i].end + later, arrives[i]) - found[i].end
+            later = max(spans[i].end + later, arrives[i]) - spans[i].end
         else:
-            arrives[i] = free = max(free, when + later) + takes(found[i])
+            arrives[i] = free = max(free, when + later) + takes(spans[i])
     return ended + later

@@ -50,19 +50,21 @@ def launch(work, job: Job) -> list:
         pool.close()
 
 
-def verdict(found: float, goal: float | None) -> str:
-    return "-" if goal is None else f"<= {goal:.2f}: {'met' if found <= goal else 'not met'}"
+def verdict(ratio: float, goal: float | None) -> str:
+    return "-" if goal is None else f"<= {goal:.2f}: {'met' if ratio <= goal else 'not met'}"
 
 
-def line(name: str, row: Row, found: Comparison, memory: list[int]) -> str:
+def line(name: str, row: Row, comparison: Comparison, memory: list[int]) -> str:
     """Return a row of the table."""
-    ours, theirs = (1000 * seconds for seconds in found.seconds)
-    low, high = found.interval
-    cpu = f"{found.cpu_ratio:.3f}" + ("" if row.cpu_goal is None else f" ({verdict(found.cpu_ratio, row.cpu_goal)})")
+    ours, theirs = (1000 * seconds for seconds in comparison.seconds)
+    low, high = comparison.interval
+    cpu_verdict = "" if row.cpu_goal is None else f" ({verdict(comparison.cpu_ratio, row.cpu_goal)})"
+    cpu = f"{comparison.cpu_ratio:.3f}{cpu_verdict}"
     sizes = ", ".join(f"{size / 1e6:.0f}" for size in memory) or "-"
-    cells = [name, row.peer.partition(":")[2], f"{ours:.1f}", f"{theirs:.1f}", f"**{found.ratio:.3f}**",
-             f"{low:.3f} to {high:.3f}", verdict(found.ratio, row.goal), f"{found.cpu[0]:.3f}, {found.cpu[1]:.3f}", cpu,
-             sizes, f"{found.losses[0]:.2f} to {found.losses[1]:.3f}", f"{found.apart:.0e}"]  # fmt: skip
+    cells = [name, row.peer.partition(":")[2], f"{ours:.1f}", f"{theirs:.1f}", f"**{comparison.ratio:.3f}**",
+             f"{low:.3f} to {high:.3f}", verdict(comparison.ratio, row.goal),
+             f"{comparison.cpu[0]:.3f}, {comparison.cpu[1]:.3f}", cpu, sizes,
+             f"{comparison.losses[0]:.2f} to {comparison.losses[1]:.3f}", f"{comparison.apart:.0e}"]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
@@ -88,11 +90,11 @@ def main() -> int:
             print(f"| {name} | {row.peer.partition(':')[2]} | {why} |", flush=True)
             continue
         job = Job(config, row.peer, args.compile, args.warmup, pairs)
-        found = compare(launch(alternate, job))
+        comparison = compare(launch(alternate, job))
         alone = [] if args.no_memory else [replace(job, alone=system, warmup=3) for system in (OURS, PEER)]
         memory = [max(launch(peak_bytes, one)) for one in alone]
-        print(line(name, row, found, memory), flush=True)
-        parted += [name] if not found.apart <= APART else []
+        print(line(name, row, comparison, memory), flush=True)
+        parted += [name] if not comparison.apart <= APART else []
     if parted:
         print(f"\nlosses part by more than {APART:.0e}: {', '.join(parted)}")
     return 1 if parted else 0

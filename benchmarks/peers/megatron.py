@@ -65,7 +65,7 @@ class FusedAttention(nn.Module):
         return a.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
-def made(c: Config, weights: Mapping[str, Tensor], compiled: bool, shards: int, stages: int) -> GPTModel:
+def build_model(c: Config, weights: Mapping[str, Tensor], compiled: bool, shards: int, stages: int) -> GPTModel:
     """Build the model of this rank with our initial weights."""
     parallel_state.initialize_model_parallel(shards, stages)
     first = split_of(c) if stages > 1 else None
@@ -158,13 +158,13 @@ def named(model: GPTModel, c: Config, weights: Mapping[str, Tensor]) -> Iterator
 @torch.no_grad()
 def load(model: GPTModel, c: Config, weights: Mapping[str, Tensor], shards: int) -> None:
     """Copy our whole weights into a rank's parameters; every one of them gets a value."""
-    here = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     rank = parallel_state.get_tensor_model_parallel_rank()
-    left = set(here)
+    left = set(parameters)
     for name, whole, dim in named(model, c, weights):
-        if name in here:
+        if name in parameters:
             value = whole if dim is None else whole.chunk(shards, dim)[rank]
-            here[name].copy_(value.reshape(here[name].shape))
+            parameters[name].copy_(value.reshape(parameters[name].shape))
             left.discard(name)
     assert not left, left
 
@@ -188,7 +188,7 @@ def updater(c: Config, model: GPTModel, counted: Callable[[Tensor], bool]) -> Ca
 def tensor_parallel(
     c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool
 ) -> Callable[[int], float]:
-    model = made(c, weights, compiled, communicator.mesh.world_size, 1)
+    model = build_model(c, weights, compiled, communicator.mesh.world_size, 1)
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     update = updater(c, model, lambda p: first or getattr(p, "tensor_model_parallel", False))
     batches, positions = Batches(c), torch.arange(c.model.length)[None]
@@ -206,16 +206,16 @@ def tensor_parallel(
 def one_f_one_b(
     c: Config, weights: Mapping[str, Tensor], communicator: Communicator, compiled: bool
 ) -> Callable[[int], float]:
-    model = made(c, weights, compiled, 1, communicator.mesh.world_size)
+    model = build_model(c, weights, compiled, 1, communicator.mesh.world_size)
     last = parallel_state.is_pipeline_last_stage()
     tied = model.shared_embedding_or_output_weight() if c.model.tied else None
     update = updater(c, model, lambda p: not (last and p is tied))
     batches, positions = Batches(c), torch.arange(c.model.length)[None]
     run = schedules.get_forward_backward_func()
 
-    def forward(rows: Iterator[tuple[Tensor, Tensor]], here: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
+    def forward(rows: Iterator[tuple[Tensor, Tensor]], stage_model: GPTModel) -> tuple[Tensor, Callable[..., Any]]:
         tokens, labels = next(rows)
-        return here(tokens, positions, None, labels=labels), reduced
+        return stage_model(tokens, positions, None, labels=labels), reduced
 
     def reduced(out: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = out.mean()

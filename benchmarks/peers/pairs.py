@@ -154,8 +154,8 @@ def compare(ranks: Sequence[dict[str, Seen]]) -> Comparison:
 
 def mean(losses: Sequence[float]) -> float:
     """Return the mean over the ranks that have a loss."""
-    found = [loss for loss in losses if not isnan(loss)]
-    return statistics.fmean(found) if found else nan
+    present = [loss for loss in losses if not isnan(loss)]
+    return statistics.fmean(present) if present else nan
 
 
 def bootstrap(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float]:

@@ -29,17 +29,17 @@ def prepared(c: Config, weights: Mapping[str, Tensor], communicator: Communicato
     return loop(c, communicator, model, adamw(model, c), clipped(model))
 
 
-def on_worker(given: dict[str, Any]) -> None:
+def on_worker(settings: dict[str, Any]) -> None:
     """Run in a process of Ray Train's, which has formed the gloo group: do the work, and write what it returns."""
     import torch.distributed as dist
 
     from platform.plan.step_collectives import process_groups
     from platform.runtime.process_groups import ProcessGroups
 
-    work, job, plan = pickle.loads(given["pickled"])
+    work, job, plan = pickle.loads(settings["pickled"])
     communicator = ProcessGroups(plan.mesh, dist.get_rank(), process_groups(plan))
-    found = work(job, plan, communicator)
-    Path(given["folder"], str(communicator.rank)).write_bytes(pickle.dumps(found))
+    outcome = work(job, plan, communicator)
+    Path(settings["folder"], str(communicator.rank)).write_bytes(pickle.dumps(outcome))
 
 
 def launch(work: Callable[..., Any], job: Any, plan: Plan) -> list[Any]:

@@ -35,7 +35,7 @@ def hash_blocks(
     runs = [(run, [next(memories) for _ in run] if into else []) for run in _group_adjacent_blocks(spans)]
     pool = ThreadPoolExecutor(threads, "hash")
     try:
-        for hashes in pool.map(lambda given: _hash_run(storage, *given), runs):
+        for hashes in pool.map(lambda run: _hash_run(storage, *run), runs):
             yield from hashes
     finally:
         pool.shutdown(cancel_futures=True)

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("source", help="what export writes. A dcp directory can run code: only from who you trust")
     command.add_argument("url")
     command.add_argument("--format", choices=IMPORTERS, default="safetensors")
-    return run_command(parser, lambda given: given.run(given), arguments, failures=(Refused, OSError))
+    return run_command(parser, lambda options: options.run(options), arguments, failures=(Refused, OSError))
 
 
 def _verify_checkpoints(options: argparse.Namespace) -> int:

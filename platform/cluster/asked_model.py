@@ -40,10 +40,10 @@ _TURNS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")  # that end a 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt as it was given: one of a text, a conversation (`messages`) and token ids, under its name in `given`.
+    """Prompt as it was given: one of a text, a conversation (`messages`) and token ids, under its name in `fields`.
     `where`: a name of it for refusals."""
 
-    given: Mapping[str, Any]
+    fields: Mapping[str, Any]
     where: str
 
 
@@ -142,8 +142,8 @@ class PromptReader:
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt for an asked model. Raises ConfigError if the model cannot read it."""
-        kind = next(kind for kind in KINDS if kind in prompt.given)
-        value = prompt.given[kind]
+        kind = next(kind for kind in KINDS if kind in prompt.fields)
+        value = prompt.fields[kind]
         where, most = prompt.where, self.model.vocab
         if kind != "ids":
             token_ids = self._tokenize_prompt(kind, value, where)

@@ -493,12 +493,12 @@ def build_objective(name: str, shape: SampleShape, settings: Mapping[str, Any]) 
 
 @dataclass(frozen=True)
 class UserObjective:
-    """Objective of a user's own, `made` for samples of a shape. Raises ConfigError, naming it and the sample, for any
-    error of it, for a sample with ids outside of the vocabulary or places outside of its row, with a label where
+    """Training `objective` of a user's own, for samples of a shape. Raises ConfigError, naming it and the sample, for
+    any error of it, for a sample with ids outside of the vocabulary or places outside of its row, with a label where
     its tokens are padding, and for one with more or fewer labels than it says: the mean loss is over as many."""
 
     name: str
-    made: Objective
+    objective: Objective
     shape: SampleShape
 
     @property
@@ -523,7 +523,7 @@ class UserObjective:
         """Return samples `index` of a token stream as data tensors by name, made by the user's training objective and
         checked. Raises ConfigError for illegal samples. `keys`: the random key of each sample."""
         with name_objective_in_errors(self.name):
-            tensors = dict(self.made.batch(stream, index, keys))
+            tensors = dict(self.objective.batch(stream, index, keys))
             for name, most in self._tensor_bounds.items():
                 if name in tensors:
                     self._check_tensor(name, np.asarray(tensors[name]), most, index)
@@ -575,7 +575,7 @@ class UserObjective:
         """Return the integer `attribute` of the user's training objective, given `call_arguments`; ConfigError if not
         >= `least`."""
         with name_objective_in_errors(self.name):
-            value = getattr(self.made, attribute)
+            value = getattr(self.objective, attribute)
             value = value(*call_arguments) if call_arguments else value
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
                 reason = f"says {attribute}={value!r}; an integer >= {least} is needed"
@@ -598,5 +598,5 @@ def name_objective_in_errors(name: str) -> Iterator[None]:
 
 def objective_cache_word(objective: Objective) -> str:
     """Return the word for a training objective in the keys of cache entries; of a user's own, the name of its class."""
-    goal = type(objective.made if isinstance(objective, UserObjective) else objective)
+    goal = type(objective.objective if isinstance(objective, UserObjective) else objective)
     return _WORDS.get(goal, goal.__name__)

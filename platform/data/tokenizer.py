@@ -44,14 +44,14 @@ _LARGEST_TEMPLATE = 1 << 20  # bytes
 @dataclass(frozen=True)
 class Vocabulary:
     """Tokenizer of a corpus: texts to ids and back. `files`: its files, by name; `named`: its special tokens by role,
-    such as eos; `special`: their ids; `given`: it was not trained on the corpus, so that a document is only encoded
-    right as a whole."""
+    such as eos; `special`: their ids; `pretrained`: it was not trained on the corpus, so that a document is only
+    encoded right as a whole."""
 
     tokenizer: Tokenizer | ConfinedTokenizer
     files: TokenizerFiles
     named: Mapping[str, str]
     special: SpecialIds
-    given: bool
+    pretrained: bool
 
     @cached_property
     def size(self) -> int:
@@ -73,7 +73,7 @@ class Vocabulary:
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into the folder of a data cache entry, for `open_vocabulary`."""
         for name, raw in self.files.items():
-            if self.given or name != CONFIG:
+            if self.pretrained or name != CONFIG:
                 (folder / name).write_bytes(raw)
 
     def encode(self, text: str) -> list[int]:
@@ -164,17 +164,17 @@ class Vocabulary:
         return ChatTemplate(text, self.named, self.special_tokens)
 
 
-def build_vocabulary(files: TokenizerFiles, given: bool = True) -> Vocabulary:
-    """Construct a vocabulary from a tokenizer's files, name -> bytes. `given`: False if it was trained here. Raises
-    Malformed for files of no tokenizer, and if no special token ends documents."""
-    tokenizer = ConfinedTokenizer(files[JSON]) if given else tokenizer_files.parse_tokenizer(files[JSON])
+def build_vocabulary(files: TokenizerFiles, pretrained: bool = True) -> Vocabulary:
+    """Construct a vocabulary from a tokenizer's files, name -> bytes. `pretrained`: False if it was trained here.
+    Raises Malformed for files of no tokenizer, and if no special token ends documents."""
+    tokenizer = ConfinedTokenizer(files[JSON]) if pretrained else tokenizer_files.parse_tokenizer(files[JSON])
     named = complete_named_tokens(tokenizer, collect_named_tokens(tokenizer_files.read_token_settings(files)))
     for role, token in named.items():
         if half := documents.find_lone_surrogate(token):
             raise Malformed(f"{role}_token is no text: it has {half}")
     if not (special := find_special_ids(tokenizer, named)):
         raise Malformed("names no token that ends documents; data.end_token=TOKEN does")
-    return Vocabulary(tokenizer, files, named, special, given)
+    return Vocabulary(tokenizer, files, named, special, pretrained)
 
 
 def open_vocabulary(folder: Path) -> Vocabulary | None:
@@ -182,7 +182,7 @@ def open_vocabulary(folder: Path) -> Vocabulary | None:
     files = {name: documents.read_bytes(folder / name, 1 << 30) for name in NAMES if (folder / name).is_file()}
     if JSON not in files:
         return None
-    return build_vocabulary(files) if CONFIG in files else build_vocabulary(add_own_config(files), given=False)
+    return build_vocabulary(files) if CONFIG in files else build_vocabulary(add_own_config(files), pretrained=False)
 
 
 def add_own_config(files: TokenizerFiles) -> dict[str, bytes]:
@@ -291,7 +291,7 @@ def encode_documents(
     with the special tokens `SpecialIds.front` in front of each document. `characters`: total length of the documents,
     to report progress, 0 if unknown."""
     current = -1
-    joined_pieces = _join_document_pieces(pieces) if vocabulary.given else pieces
+    joined_pieces = _join_document_pieces(pieces) if vocabulary.pretrained else pieces
     with show_phase("tokenising", characters, "characters") as shown:
         for batch in _batch_pieces(joined_pieces):
             ids: list[int] = []

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for argument in names.split():
             command.add_argument(argument, **_ARGUMENTS[argument])
         command.set_defaults(run=run)
-    return run_command(parser, lambda given: given.run(given), arguments, subject="config")
+    return run_command(parser, lambda options: options.run(options), arguments, subject="config")
 
 
 def _parse_seconds(text: str) -> float:

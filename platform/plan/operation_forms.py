@@ -194,7 +194,7 @@ class Operand(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Form of an operation, or of one of its einsums. `given`: spreads of operands that take no gradient; `output`:
+    """Form of an operation, or of one of its einsums. `spreads`: spreads of operands that take no gradient; `output`:
     conversion of its result `out`, which a loss lacks; `statistics`: dims of which ranks exchange statistics; `whole`:
     dims that no axis may split; `merged`: dims of which the plan merges the results of ranks; `linear`: the operation
     is linear in each operand, of which one may be partial; `beside`: collectives that it takes beside all conversions;
@@ -205,7 +205,7 @@ class Form(NamedTuple):
     operands: Sequence[Operand]
     out: Spec | None
     output: Conversion = STAYS
-    given: Sequence[Spread] = ()
+    spreads: Sequence[Spread] = ()
     statistics: Sequence[str] = ()
     whole: Sequence[str] = ()
     merged: Sequence[str] = ()
@@ -296,7 +296,7 @@ def _operands_and_output(planned: PlannedOperation) -> tuple[list[Operand], Conv
 def _id_activation_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
     """Yield the form of an activation that is made of ids, where it lies."""
     out = planned.operation.outputs[0]
-    yield Form((), out, given=[Spread.build_from_layout(out.dims, plan.layout(out))])
+    yield Form((), out, spreads=[Spread.build_from_layout(out.dims, plan.layout(out))])
 
 
 def _lookup_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:
@@ -313,7 +313,7 @@ def _position_bias_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form
     scores, table = planned.operation.inputs
     (conversion,) = planned.conversions
     spread = Spread.build_from_layout(scores.dims, plan.layout(scores))
-    yield Form((Operand(table, conversion),), planned.operation.outputs[0], given=[spread])
+    yield Form((Operand(table, conversion),), planned.operation.outputs[0], spreads=[spread])
 
 
 def _reduction_forms(plan: Plan, planned: PlannedOperation) -> Iterator[Form]:

@@ -79,7 +79,7 @@ class PlanWalk:
         entered = [self._convert_operand_spread(operand) for operand in form.operands]
         read = [(o.renamed(s), tensor_title(o.tensor)) for o, s in zip(form.operands, entered, strict=True)]
         partial = [spread.partial if form.linear else frozenset[str]() for spread in entered]
-        spreads = [(spread, "what it makes") for spread in form.given]
+        spreads = [(spread, "what it makes") for spread in form.spreads]
         space, only = _operation_space([*spreads, *_drop_partial_axes(read, partial)])
         axes = {a for dim_axes in space.values() for a in dim_axes}
         summed = axes | {*form.apart}

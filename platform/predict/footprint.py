@@ -40,7 +40,7 @@ class _Names:
 
     def __call__(self, name: str) -> str:
         """Return a name with its numbers as they count in the chunk whose memory is predicted."""
-        return _NUMBER.sub(lambda found: self.numbers.setdefault(found[0], f"#{len(self.numbers)}"), name)
+        return _NUMBER.sub(lambda match: self.numbers.setdefault(match[0], f"#{len(self.numbers)}"), name)
 
 
 def chunk_likeness(plan: Plan, chunk: Chunk, buckets: Sequence[Bucket]) -> tuple:
@@ -176,7 +176,7 @@ class Passes:
     """Predicted bytes that the passes of one chunk over a microbatch take and keep on a worker.
 
     `forward`, `backward`, `weights`: peak of the pass (forward, backward or input gradient, weight gradient) above the
-    memory before it; `kept`: bytes kept from forward to backward; `given`: bytes of outputs not among `kept`;
+    memory before it; `kept`: bytes kept from forward to backward; `outputs`: bytes of outputs not among `kept`;
     `pending`: bytes kept from the input gradient to the weight gradient where they are split; `returned`: bytes of the
     inputs' gradients not among `pending`; `standing`: bytes that the first pass makes and all share; `left`: bytes of
     an activation -> how many such are in host memory from forward to backward. By number of the
@@ -186,7 +186,7 @@ class Passes:
 
     forward: int
     kept: int
-    given: int
+    outputs: int
     backward: int
     pending: int
     returned: int
@@ -453,7 +453,7 @@ class _MemoryWalk:
         self.left += p.left
         self.most_left |= self.left
         if chunk.sends:
-            self.held["flow", a.chunk + 1, a.microbatch] = p.given
+            self.held["flow", a.chunk + 1, a.microbatch] = p.outputs
         if a.paired:
             self.forward_of_pair = a.chunk
         else:

@@ -117,18 +117,18 @@ class Counts(NamedTuple):
     """Rows of a pass on a rank: how many, and of which tokens.
 
     `each`: rows of each of this rank's experts, and `ends`: where they end, int32 [experts]. `sent`, `received`: rows
-    to and from each rank of the group along `axes`; `given`: rows for each expert of `ExpertSeats.experts_by_seat`. Of
-    the rows that this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of each
-    token's place, -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where each
-    is, None if they lie expert by expert. With `copies`, rows are of tokens that came here, `sent` counts the copies
-    that left, and nothing else is exchanged."""
+    to and from each rank of the group along `axes`; `by_expert`: rows for each expert of `ExpertSeats.experts_by_seat`.
+    Of the rows that this rank sends, `pair` is the (token, place) as an index of `lies` [tokens, chosen]: the row of
+    each token's place, -1: none, whose expert is in `which`. `order`: which received row is where, and `back`: where
+    each is, None if they lie expert by expert. With `copies`, rows are of tokens that came here, `sent` counts the
+    copies that left, and nothing else is exchanged."""
 
     axes: tuple[str, ...]
     each: Sequence[int]
     ends: Tensor
     sent: Sequence[int]
     received: Sequence[int]
-    given: Sequence[int]
+    by_expert: Sequence[int]
     pair: Tensor
     lies: Tensor
     which: Tensor
@@ -189,7 +189,7 @@ def count_rows(communicator: Communicator, weights: Tensor, seats: ExpertSeats, 
     numbers = received_counts[:, :each].sum(0, keepdim=True), rows_by_seat, rows_by_seat
     local = _place_rows((), *_list_chosen(came != 0, max_experts_per_token), numbers)
     copies_of_tokens = Copies(ranks, came.unsqueeze(1), blocks, which, taken)
-    return local._replace(sent=ranks.sent, given=[*chain(*sent)], copies=copies_of_tokens)
+    return local._replace(sent=ranks.sent, by_expert=[*chain(*sent)], copies=copies_of_tokens)
 
 
 def _list_chosen(goes: Tensor, most: int) -> tuple[Tensor, Tensor]:

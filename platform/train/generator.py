@@ -135,7 +135,7 @@ class TextBeams:
     def _end_beam(self, ids: list[int], total: float, end_tokens: int) -> None:
         """Add a text to the ended beams, keep the best; `end_tokens`: 1 if an end token is not in `ids`."""
         self.ended.append((self._score_beam(total, len(ids) + end_tokens), ids, total))
-        self.ended = sorted(self.ended, key=lambda found: -found[0])[: self._how.beams]
+        self.ended = sorted(self.ended, key=lambda beam: -beam[0])[: self._how.beams]
 
     def _score_beam(self, total: float, length: int) -> float:
         """Return a beam's score: its log-probability `total` / length^length_penalty, `length` in generated tokens."""
@@ -205,7 +205,7 @@ class RankPass:
         logits: list[Tensor] = []
 
         def forward(chunk: Chunk, _: int, flow: Activations, deferred: Deferred | None) -> Activations:
-            """Run a model chunk on `flow` in this generation pass; the last chunk's logits are appended to `found`."""
+            """Run a model chunk on `flow` in this generation pass; the last chunk's logits are appended to `logits`."""
             return self._run_chunk(chunk, flow, rows, logits)
 
         self._body.begin_generation_pass(offset, cache)

@@ -157,10 +157,10 @@ def _match_weight_names(saved: SavedModel, model: Model, drop: Sequence[str]) ->
     kinds = (False, True) if family.fused else (False,)
     forms = [tensor_names.list_stored_tensors(model, family, fused) for fused in kinds]
     candidates = [(form, *tensor_names.match_tensor_names(names, form, model, family)) for form in forms]
-    form, match, violations = min(candidates, key=lambda one: len(one[0]) - len(one[1].there))
-    tensors = [(stored, match.there[stored.name]) for stored in form if stored.name in match.there]
+    form, match, violations = min(candidates, key=lambda one: len(one[0]) - len(one[1].stored_names))
+    tensors = [(stored, match.stored_names[stored.name]) for stored in form if stored.name in match.stored_names]
     violations += _violations_of_shapes(saved, tensors)
-    refuse_all(violations or list(_violations_of_repeats(saved, match.repeated, match.there)))
+    refuse_all(violations or list(_violations_of_repeats(saved, match.repeated, match.stored_names)))
     return tensors
 
 

@@ -163,10 +163,11 @@ def _describe_one_matrix(p: Parameter, shape: tuple[int, ...], number: int) -> M
 
 @dataclass(frozen=True)
 class MatchedTensors:
-    """Tensors of a checkpoint of transformers by the names under which a family has them. `there`: the family's name ->
-    the name in the files; `repeated`: (name in the files, name of the family) of tensors that must equal another."""
+    """Tensors of a checkpoint of transformers by the names under which a family has them. `stored_names`: the family's
+    name -> the name in the files; `repeated`: (name in the files, name of the family) of tensors that must equal
+    another."""
 
-    there: dict[str, str]
+    stored_names: dict[str, str]
     repeated: tuple[tuple[str, str], ...]
 
 

@@ -26,8 +26,8 @@ LOUD = 4.0  # weights are so much larger than initial ones, so that the likelies
 class Watched(TextGenerator):
     """Keeps the logits of every pass, [rows, vocab] of the last token, from the ranks that speak for rows."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self.seen: list[tuple[int, Tensor]] = []
 
     def _share_numbers(self, run, logits, out, numbers):
@@ -75,11 +75,11 @@ def say(c: Config, texts: AskedTexts, tokens: int, how: Choice, plan: Plan | Non
 def logits_seen(said: Sequence[Said], texts: int) -> list[Tensor]:
     """[texts, vocab] per pass, put together from all ranks."""
     passes = max(len(s.seen) for s in said)
-    found = []
+    logits = []
     for i in range(passes):
         parts = dict(s.seen[i] for s in said if len(s.seen) > i)
-        found.append(torch.cat([parts[first] for first in sorted(parts)])[:texts])
-    return found
+        logits.append(torch.cat([parts[first] for first in sorted(parts)])[:texts])
+    return logits
 
 
 def whole_weights(c: Config) -> dict[str, Tensor]:

@@ -22,11 +22,11 @@ VOCAB, TOKENS = 320, 8
 
 def save_tokenizer(folder: Path, added: list[str], said: dict[str, str]) -> Tokenizer:
     """A tokenizer of bytes and a few pairs, with special tokens in front, and what tokenizer_config.json says of it."""
-    made = Tokenizer.from_str(train_tokenizer(sources(0, 2), VOCAB - len(added)).to_str())
-    made.add_special_tokens(added)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_str(train_tokenizer(sources(0, 2), VOCAB - len(added)).to_str())
+    tokenizer.add_special_tokens(added)
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **said}))
-    return made
+    return tokenizer
 
 
 def answers(folder: Path, *arguments: str, prompts: list[dict] | None = None) -> list[dict]:
@@ -34,8 +34,8 @@ def answers(folder: Path, *arguments: str, prompts: list[dict] | None = None) ->
     asked, out = folder.parent / "asked.jsonl", folder.parent / "out.jsonl"
     asked.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts or []))
     out.unlink(missing_ok=True)
-    given = ["--prompts", str(asked)] if prompts else []
-    assert generate([str(folder), *given, "--out", str(out), "--tokens", str(TOKENS), *arguments]) == 0
+    asking = ["--prompts", str(asked)] if prompts else []
+    assert generate([str(folder), *asking, "--out", str(out), "--tokens", str(TOKENS), *arguments]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -50,19 +50,22 @@ def test_a_t5_answers_as_transformers_does(tmp_path, name, plan):
     """Sources of several lengths at once, texts and ids; greedy, up to what ends a text."""
     model = peer.build(name, vocab_size=VOCAB)
     model.save_pretrained(folder := tmp_path / "hf")
-    made = save_tokenizer(folder, ["<pad>", "</s>"], {"eos_token": "</s>", "pad_token": "<pad>"})
-    start, end = made.token_to_id("<pad>"), made.token_to_id("</s>")
+    tokenizer = save_tokenizer(folder, ["<pad>", "</s>"], {"eos_token": "</s>", "pad_token": "<pad>"})
+    start, end = tokenizer.token_to_id("<pad>"), tokenizer.token_to_id("</s>")
     texts = ["the quick brown fox", "a", "and back over the lazy dog, which jumps"]
     prompts = [*({"prompt": text} for text in texts), {"ids": [5, 9, 200, 3, end]}, {"ids": [7]}]
-    read = [*([*made.encode(text).ids, end] for text in texts), *(line["ids"] for line in prompts if "ids" in line)]
+    read = [
+        *([*tokenizer.encode(text).ids, end] for text in texts),
+        *(line["ids"] for line in prompts if "ids" in line),
+    ]
     how = {"max_new_tokens": TOKENS, "do_sample": False, "num_beams": 1, "decoder_start_token_id": start,
            "eos_token_id": end, "pad_token_id": start}  # fmt: skip
-    found = answers(folder, *plan, prompts=prompts)
-    assert len({i for line in found for i in line["answer_ids"]}) > 3, "the weights make the likeliest token change"
-    for ids, line in zip(read, found, strict=True):
+    lines = answers(folder, *plan, prompts=prompts)
+    assert len({i for line in lines for i in line["answer_ids"]}) > 3, "the weights make the likeliest token change"
+    for ids, line in zip(read, lines, strict=True):
         theirs = model.generate(torch.tensor([ids]), **how)[0, 1:].tolist()
         assert line["answer_ids"] == [i for i in theirs if i != end] and line["ended"] == (end in theirs)
-        assert line["answer"] == made.decode(line["answer_ids"], skip_special_tokens=False)
+        assert line["answer"] == tokenizer.decode(line["answer_ids"], skip_special_tokens=False)
 
 
 @pytest.fixture
@@ -73,34 +76,36 @@ def talker(tmp_path) -> tuple[Path, Tokenizer]:
     return folder, save_tokenizer(folder, added, {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML})
 
 
-def by_hand(made: Tokenizer, turns: list[tuple[str, str]]) -> list[int]:
+def by_hand(words: Tokenizer, turns: list[tuple[str, str]]) -> list[int]:
     """ChatML as ids: special tokens of the template are tokens, those that a message spells are text."""
-    start, end = made.token_to_id("<|im_start|>"), made.token_to_id("<|im_end|>")
-    made.encode_special_tokens = True  # in what is encoded from here on they are spelled
-    text = lambda s: made.encode(s, add_special_tokens=False).ids  # noqa: E731
-    found = [i for role, said in turns for i in (start, *text(f"{role}\n{said}"), end, *text("\n"))]
-    return [*found, start, *text("assistant\n")]
+    start, end = words.token_to_id("<|im_start|>"), words.token_to_id("<|im_end|>")
+    words.encode_special_tokens = True  # in what is encoded from here on they are spelled
+    text = lambda s: words.encode(s, add_special_tokens=False).ids  # noqa: E731
+    ids = [i for role, said in turns for i in (start, *text(f"{role}\n{said}"), end, *text("\n"))]
+    return [*ids, start, *text("assistant\n")]
 
 
 def test_a_message_is_asked_in_the_template(talker):
-    folder, made = talker
+    folder, tokenizer = talker
     said = "go <|im_end|> on"
-    naive = made.encode(f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
+    naive = tokenizer.encode(
+        f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
+    ).ids
     [chat] = answers(folder, said, "--chat")
-    [ids] = answers(folder, prompts=[{"ids": by_hand(made, [("user", said)])}])
+    [ids] = answers(folder, prompts=[{"ids": by_hand(tokenizer, [("user", said)])}])
     [plain] = answers(folder, said)
     assert chat["answer_ids"] == ids["answer_ids"] != plain["answer_ids"] and chat["answer"] == ids["answer"]
-    assert len(set(chat["answer_ids"])) > 1 and naive != by_hand(made, [("user", said)])
+    assert len(set(chat["answer_ids"])) > 1 and naive != by_hand(tokenizer, [("user", said)])
 
 
 def test_a_conversation_from_a_file(talker):
-    folder, made = talker
+    folder, tokenizer = talker
     turns = [("system", "be brief"), ("user", "who?"), ("assistant", "me"), ("user", "why?")]
     prompts = [{"messages": [{"role": role, "content": said} for role, said in turns]}, {"prompt": "why?"}]
-    found = answers(folder, "--chat", prompts=prompts)
-    wanted = answers(folder, prompts=[{"ids": by_hand(made, turns)}, {"ids": by_hand(made, turns[-1:])}])
-    assert [line["answer_ids"] for line in found] == [line["answer_ids"] for line in wanted]
-    assert found[0]["answer_ids"] != found[1]["answer_ids"] and found[0]["messages"] == prompts[0]["messages"]
+    lines = answers(folder, "--chat", prompts=prompts)
+    wanted = answers(folder, prompts=[{"ids": by_hand(tokenizer, turns)}, {"ids": by_hand(tokenizer, turns[-1:])}])
+    assert [line["answer_ids"] for line in lines] == [line["answer_ids"] for line in wanted]
+    assert lines[0]["answer_ids"] != lines[1]["answer_ids"] and lines[0]["messages"] == prompts[0]["messages"]
 
 
 def test_a_bert_whose_tokenizer_hides_nothing(tmp_path, capsys):

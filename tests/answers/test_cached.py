@@ -162,13 +162,13 @@ def examine(c):
     rows, logits, scores = expected(c, texts)
     assert c.model.tied or len({i for row in rows for i in row}) > 3, "the weights make the likeliest token change"
     said = say(c, texts, TOKENS, Choice(c.model.vocab))
-    for i, found in enumerate(logits_seen(said, len(texts.ids))):
-        error = (found - logits[i]).abs().max() / logits[i].abs().max()
+    for i, actual in enumerate(logits_seen(said, len(texts.ids))):
+        error = (actual - logits[i]).abs().max() / logits[i].abs().max()
         assert error <= 1e-10, f"logits before token {i}: {error:.1e}"
     for s in said:
         assert [w.ids for w in s.written] == rows
-        for found, want in zip(s.scored, scores, strict=True):
-            assert abs(found.log_probability - want) <= 1e-9 * abs(want) + 1e-9 and found.greedy
+        for actual, want in zip(s.scored, scores, strict=True):
+            assert abs(actual.log_probability - want) <= 1e-9 * abs(want) + 1e-9 and actual.greedy
 
 
 OF_DELTA_RULES = {

@@ -31,9 +31,9 @@ def test_top_k_and_top_p_leave_the_likeliest():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_tokens_are_drawn_as_often_as_they_are_likely(temperature):
     count = 40_000
-    found = choose_tokens(LOGITS.expand(count, -1), Choice(5, temperature), torch.arange(count), 0)
+    chosen = choose_tokens(LOGITS.expand(count, -1), Choice(5, temperature), torch.arange(count), 0)
     wanted = torch.softmax(LOGITS[0] / temperature, -1)
-    assert (found.bincount(minlength=5) / count - wanted).abs().max() < 0.01
+    assert (chosen.bincount(minlength=5) / count - wanted).abs().max() < 0.01
 
 
 def test_a_draw_depends_on_seed_sequence_and_position_alone():
@@ -78,6 +78,6 @@ def test_many_beams_find_the_best_of_all_continuations(scheme, axes, model, pena
                 scores[tail] = total / len(tail) ** penalty, total
         best = max(scores, key=lambda tail: scores[tail][0])
         for s in said:
-            found = s.written[number]
-            assert (*found.ids, *[0] * found.ended) == best
-            assert found.log_probability == pytest.approx(scores[best][1], rel=1e-10)
+            beam = s.written[number]
+            assert (*beam.ids, *[0] * beam.ended) == best
+            assert beam.log_probability == pytest.approx(scores[best][1], rel=1e-10)

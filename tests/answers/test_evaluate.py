@@ -42,8 +42,8 @@ def test_the_loss_is_that_of_the_samples_held_out(table, learned, tmp_path):
     trained = find_trained_model(str(learned))
     trained.data.cache = f"{learned.parent}/cache"
     corpus = open_run_corpus(Config(model=trained.model, data=trained.data, seed=trained.seed))
-    found = corpus.batch("validation", 0, corpus.sample_counts["validation"])
-    data = {name: torch.as_tensor(rows) for name, rows in found.items()}
+    samples = corpus.batch("validation", 0, corpus.sample_counts["validation"])
+    data = {name: torch.as_tensor(rows) for name, rows in samples.items()}
     logits = reference_transformer.logits(trained.model, w, data)
     loss = F.cross_entropy(logits.transpose(1, 2), data["labels"], ignore_index=-1)
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)

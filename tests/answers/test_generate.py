@@ -45,13 +45,13 @@ def test_answers_are_those_of_uncached_passes(answers, learned, tmp_path):
     trained = find_trained_model(str(learned))
     vocabulary = build_vocabulary_if_readable(trained.files)
     prompts = ["every", "a lay", "nothing is lost when", "the mesh"]
-    found = answers(*prompts, "--tokens", "12", "precision=fp64")
+    lines = answers(*prompts, "--tokens", "12", "precision=fp64")
     trained.model.within_documents = False
-    for prompt, line in zip(prompts, found, strict=True):
+    for prompt, line in zip(prompts, lines, strict=True):
         ids = [vocabulary.special.begin, *vocabulary.encode(prompt)]
         for chosen in line["answer_ids"]:
-            here = w | {"position": w["position"][: len(ids)]}
-            logits = reference_transformer.logits(trained.model, here, {"tokens": torch.tensor([ids])})[0, -1]
+            prefix_weights = w | {"position": w["position"][: len(ids)]}
+            logits = reference_transformer.logits(trained.model, prefix_weights, {"tokens": torch.tensor([ids])})[0, -1]
             assert int(logits[: vocabulary.size].argmax()) == chosen
             ids.append(chosen)
 
@@ -72,8 +72,8 @@ def test_draws_depend_on_the_seed(answers):
 def test_an_exported_folder_and_one_checkpoint_answer_alike(answers, learned, tmp_path):
     assert weights(["export", str(learned / "checkpoints"), str(tmp_path / "hf")]) == 0
     (one,) = (learned / "checkpoints").glob("step-*")
-    found = [answers("every worker", "--tokens", "20", of=of) for of in (learned, one, tmp_path / "hf")]
-    assert found[0] == found[1] == found[2]
+    by_source = [answers("every worker", "--tokens", "20", of=of) for of in (learned, one, tmp_path / "hf")]
+    assert by_source[0] == by_source[1] == by_source[2]
 
 
 def test_prompts_from_files(answers, tmp_path):

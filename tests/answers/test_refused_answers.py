@@ -24,7 +24,7 @@ from tests.harness.disks import small_disk
 def refusal(learned, capsys, monkeypatch):
     """Runs a command whose model must not be loaded; returns its line."""
 
-    def load(*given, **named):
+    def load(*arguments, **named):
         raise AssertionError("loaded")
 
     monkeypatch.setattr(session, "open_initial_weights", load)
@@ -138,8 +138,8 @@ def test_a_disk_that_fills_up(tmp_path):
             lines.append_line("first")
             while True:
                 lines.append_line("x" * 3000)
-        found = (disk.path / "out").read_text().splitlines()
-        assert found[0] == "first" and set(found[1:]) == {"x" * 3000}
+        written = (disk.path / "out").read_text().splitlines()
+        assert written[0] == "first" and set(written[1:]) == {"x" * 3000}
         (disk.path / "out").unlink()
         (disk.path / "table").write_text("before")
         table = ReplacedFile(str(disk.path / "table"), "--json")

@@ -38,9 +38,9 @@ def scored(c, plan, communicator: Communicator) -> tuple[list[float], float]:
     rank.trainer = trainer = trainer_of(c, plan, communicator)
     for step in (1, 2):
         trainer.step(step)
-    asked = AskedModel(lambda method, *given: [getattr(rank, method)(*given)], c.model, None, batch=3)
-    found = [s.log_probability for s in asked.score_continuations(PAIRS)]
-    return [*found, *asked.score_full_texts([LONG])], trainer.step(3).loss
+    asked = AskedModel(lambda method, *arguments: [getattr(rank, method)(*arguments)], c.model, None, batch=3)
+    scores = [s.log_probability for s in asked.score_continuations(PAIRS)]
+    return [*scores, *asked.score_full_texts([LONG])], trainer.step(3).loss
 
 
 @cache
@@ -61,8 +61,8 @@ def expected() -> tuple[list[float], float]:
 
     whole, most = [0, *LONG], c.model.length
     windows = [(whole[:1], whole[1:33]), (whole[32:33], whole[33:65]), (whole[75 - most : 65], whole[65:])]
-    found = [score(*pair) for pair in PAIRS]
-    return [*found, sum(score(*window) for window in windows)], trainer.step(3).loss
+    scores = [score(*pair) for pair in PAIRS]
+    return [*scores, sum(score(*window) for window in windows)], trainer.step(3).loss
 
 
 def configured(**plan):
@@ -74,9 +74,9 @@ def configured(**plan):
 def examine(how: str) -> None:
     c, (want, loss) = configured(**PLANS[how]), expected()
     plan = make_plan(c)
-    for found, third in run_threads(plan.mesh, lambda communicator: scored(c, plan, communicator)):
+    for actual, third in run_threads(plan.mesh, lambda communicator: scored(c, plan, communicator)):
         assert third == pytest.approx(loss, rel=1e-9), "training goes on as if nothing had been asked"
-        assert found == pytest.approx(want, rel=1e-9), "scores"
+        assert actual == pytest.approx(want, rel=1e-9), "scores"
 
 
 @pytest.mark.parametrize("how", list(PLANS))

@@ -72,7 +72,7 @@ def test_beams_go_on_from_parts_of_keys():
     one = configure(**{**SMALL, "tied": False})
     texts = some_texts(c)
     (want,) = say(one, texts, TOKENS, how)
-    assert all([w.ids for w in found.written] == [w.ids for w in want.written] for found in say(c, texts, TOKENS, how))
+    assert all([w.ids for w in said.written] == [w.ids for w in want.written] for said in say(c, texts, TOKENS, how))
 
 
 def test_who_shares():
@@ -90,22 +90,22 @@ def test_a_rank_keeps_a_part_of_a_text():
     """A text that one rank would hold alone, with a quarter of its keys and values on each of four."""
     c = configure(**{**SMALL, "length": 4096, "context": 4, "microbatch": 1, "global_batch": 4})
     plan, model = make_plan(c), build_generation_model(c)
-    alone, found = (answer_bytes(plan, model, PassShape(1, rows, 4096, shared=rows == 1), 0, "cpu") for rows in (4, 1))
+    alone, parted = (answer_bytes(plan, model, PassShape(1, rows, 4096, shared=rows == 1), 0, "cpu") for rows in (4, 1))
     keys = 2 * c.model.layers * 4096 * c.model.d_model * 8
-    assert keys < alone < 1.1 * keys and keys / 4 < found < alone / 3.5
+    assert keys < alone < 1.1 * keys and keys / 4 < parted < alone / 3.5
     assert cache_unit(plan.scheme, plan.mesh, True) == 4
 
 
 def test_bytes_and_parts(monkeypatch):
     """Each pass moves what its plan says; keys and values are split equally, whatever the number of tokens."""
-    c, found, sizes = shared(**PLANS["nested, grouped queries"]), [], set()
+    c, passes, sizes = shared(**PLANS["nested, grouped queries"]), [], set()
 
     class Counting(generator.RankPass):
         def run_pass(self, rows, offset, cache: KeyValueCache):
-            here = self._communicator
-            before = here.moved.copy()
+            communicator = self._communicator
+            before = communicator.moved.copy()
             out = super().run_pass(rows, offset, cache)
-            found.append((self._shape, self._planned, here.moved - before, here.mesh.world_size))
+            passes.append((self._shape, self._planned, communicator.moved - before, communicator.mesh.world_size))
             sizes.update(k.shape[0] * 4 == cache.capacity for k, _ in cache.blocks.values())
             return out
 
@@ -113,7 +113,7 @@ def test_bytes_and_parts(monkeypatch):
     say(c, some_texts(c, 1), TOKENS, Choice(64))
     assert sizes == {True}
     by_shape: dict[PassShape, list] = {}
-    for shape, planned, moved, _ in found:
+    for shape, planned, moved, _ in passes:
         by_shape.setdefault(shape, []).append((planned, moved))
     assert {shape.tokens for shape in by_shape} == {8, 1, 10}
     for shape, passed in by_shape.items():
@@ -133,16 +133,16 @@ def test_bytes_and_parts(monkeypatch):
         assert sum((moved for _, moved in passed), Counter()) == {key: times * n for key, n in want.items()}, shape
 
 
-def mean_of_parts(communicator, plan, given, hiding, over):
+def mean_of_parts(communicator, plan, blocks, hiding, over):
     """The mean of what ranks have, as if all had equally much."""
-    out = panels._attend_all_panels(communicator, plan, given, hiding).result_so_far()
+    out = panels._attend_all_panels(communicator, plan, blocks, hiding).result_so_far()
     return communicator.launch("all_reduce", out, over).wait() / communicator.mesh.count_ranks(over)
 
 
-def from_the_first(communicator, plan, given, hiding, over):
+def from_the_first(communicator, plan, blocks, hiding, over):
     """Keys of every rank are taken for the first ones."""
     (stretch,) = plan.keys[0]
-    return merged(communicator, plan._replace(keys=[[stretch._replace(first=0)]]), given, hiding, over)
+    return merged(communicator, plan._replace(keys=[[stretch._replace(first=0)]]), blocks, hiding, over)
 
 
 merged = panels.attend_split_keys

@@ -52,7 +52,7 @@ def shown(c, tokens: int) -> list[tuple[list[str], set]]:
         rank.config, rank.plan, rank.communicator = c, plan, communicator
         rank.trainer = trainer_of(c, plan, communicator)
         louder(rank.trainer)
-        crew = SimpleNamespace(call_ranks=lambda method, *given, within=0: [getattr(rank, method)(*given)])
+        crew = SimpleNamespace(call_ranks=lambda method, *arguments, within=0: [getattr(rank, method)(*arguments)])
         run = SimpleNamespace(config=c, corpus=Tokens(c), journal=None, monitor=None, tasks=None, signals=None)
         communicator.log = log = []
         texts = Evaluations(run)._continue_prompts(crew, plan, PROMPTS, tokens)
@@ -64,8 +64,8 @@ def shown(c, tokens: int) -> list[tuple[list[str], set]]:
 @pytest.mark.parametrize("model", MODEL)
 def test_texts_longer_than_the_model_are_the_same_under_every_plan(model):
     [(expected, _)] = shown(configured(model), tokens := LENGTH + 6)
-    given = [0, 0, 0] if "kind" in MODEL[model] else [len(prompt) for prompt in PROMPTS]  # an answer has no prompt
-    assert [len(text.split()) - n for text, n in zip(expected, given, strict=True)] == [tokens] * 3
+    lengths = [0, 0, 0] if "kind" in MODEL[model] else [len(prompt) for prompt in PROMPTS]  # an answer has no prompt
+    assert [len(text.split()) - n for text, n in zip(expected, lengths, strict=True)] == [tokens] * 3
     assert all(len(set(text.split()[-tokens:])) > 3 for text in expected), "they are drawn"
     [(short, _)] = shown(configured(model), 2)
     assert all(long.startswith(text) for long, text in zip(expected, short, strict=True))
@@ -101,15 +101,15 @@ BY_COMMAND = {
 def test_they_are_those_of_the_checkpoint(tmp_path, capfd):
     text = "the plan is data and data is the plan. a layout says which rank holds what.\n" * 300
     (tmp_path / "text.txt").write_text(text)
-    files, found = [f"data.path={tmp_path}/text.txt", f"data.cache={tmp_path}/cache"], {}
+    files, shown_texts = [f"data.path={tmp_path}/text.txt", f"data.cache={tmp_path}/cache"], {}
     for name, how in BY_COMMAND.items():
         capfd.readouterr()
         assert launch([*RUN, *files, *how.split(), f"run.dir={tmp_path}/{name}"]) == 0
         sample = capfd.readouterr().out.partition("a sample of 40 tokens:\n")[2].partition("\nrun directory: ")[0]
         events = map(json.loads, (tmp_path / name / "journal.jsonl").read_text().splitlines())
-        found[name] = sample, {e["prompt"]: e["text"] for e in events if e["event"] == "sampled"}
-    assert len({repr(texts) for texts in found.values()}) == 1
-    sample, prompted = found["one"]
+        shown_texts[name] = sample, {e["prompt"]: e["text"] for e in events if e["event"] == "sampled"}
+    assert len({repr(texts) for texts in shown_texts.values()}) == 1
+    sample, prompted = shown_texts["one"]
     [opening] = prompted.keys() - {"the", "a"}
     assert opening.strip() in text and "def " not in text, "what is held out begins so"
     assert escape_terminal_text(prompted[opening]) == sample

@@ -82,10 +82,10 @@ def test_local_tasks_of_lm_eval(learned, tmp_path):
     done = evaluated(tmp_path, str(learned), "--tasks", "which_end,write_end,whole_texts", "--include", str(tmp_path),
                      "--json", "out.json", "tensor=1d", "tensor.axes.t=2", "cluster.device=cpu")  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "out.json").read_text())["tasks"]
-    assert found["which_end"] == {"acc": 1}
-    assert found["write_end"] == {"exact_match.whole": 1, "exact_match.last_word": 0}
-    assert 0 < found["whole_texts"]["bits_per_byte"] < 1
+    scores = json.loads((tmp_path / "out.json").read_text())["tasks"]
+    assert scores["which_end"] == {"acc": 1}
+    assert scores["write_end"] == {"exact_match.whole": 1, "exact_match.last_word": 0}
+    assert 0 < scores["whole_texts"]["bits_per_byte"] < 1
     unknown = evaluated(tmp_path, str(learned), "--tasks", "which_ends", "--include", str(tmp_path))
     assert unknown.returncode == 2 and "--tasks=which_ends: unknown; nearest legal: which_end" in unknown.stderr
 
@@ -105,23 +105,23 @@ def test_a_run_is_scored_as_its_checkpoint_is(learned, tmp_path):
            "data.document_mask=true", "train.steps=16", "train.global_batch=8", "train.microbatch=4", "precision=fp64",
            "optimizer.lr=1e-2", "optimizer.warmup_steps=5", "monitor.sample=0", "checkpoint.every=16",
            "cluster=processes", "cluster.device=cpu"]  # fmt: skip
-    found = []
+    scores_by_plan = []
     for name, plan in (("pipeline", PIPELINE), ("shards", SHARDS)):
         done = evaluated(tmp_path, *run, *plan, *tasks, f"run.dir={name}", module="launch")
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert "which_end/acc" in done.stdout and "%|" not in done.stderr, "a line of scores, and no progress bars"
         rows = MetricsLog.read_rows(tmp_path / name / "metrics.jsonl")
-        found.append({row["step"]: row["task_scores"] for row in rows if "task_scores" in row})
-    assert found[0].keys() == {8, 16} and found[0][8] != found[0][16]
+        scores_by_plan.append({row["step"]: row["task_scores"] for row in rows if "task_scores" in row})
+    assert scores_by_plan[0].keys() == {8, 16} and scores_by_plan[0][8] != scores_by_plan[0][16]
     assert "failure" in (tmp_path / "pipeline" / "journal.jsonl").read_text()
-    for step, scores in found[0].items():
-        assert found[1][step] == {name: pytest.approx(score, rel=1e-9) for name, score in scores.items()}
+    for step, scores in scores_by_plan[0].items():
+        assert scores_by_plan[1][step] == {name: pytest.approx(score, rel=1e-9) for name, score in scores.items()}
     asked = ["--tasks", "which_end,write_end,whole_texts", "--include", ".", "--json", "out.json"]
     done = evaluated(tmp_path, "pipeline", *asked, "precision=fp64", "cluster.device=cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     by_command = json.loads((tmp_path / "out.json").read_text())["tasks"]
     flat = {f"{task}/{metric}": value for task, values in by_command.items() for metric, value in values.items()}
-    assert flat == {name: pytest.approx(score, rel=1e-9) for name, score in found[0][16].items()}
+    assert flat == {name: pytest.approx(score, rel=1e-9) for name, score in scores_by_plan[0][16].items()}
 
 
 BROKEN = {
@@ -168,9 +168,12 @@ def test_bleu_of_learned_translations(learned, tmp_path):
     assert launch(run) == 0
     done = evaluated(tmp_path, "run", "--bleu", "--samples", "6", "--json", "out.json")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "out.json").read_text())
+    report = json.loads((tmp_path / "out.json").read_text())
     assert (
-        found["bleu"] > 90 and found["pairs"] == 6 and "BLEU " in done.stdout and "version:2.6.0" in found["signature"]
+        report["bleu"] > 90
+        and report["pairs"] == 6
+        and "BLEU " in done.stdout
+        and "version:2.6.0" in report["signature"]
     )
     refused = evaluated(tmp_path, str(learned), "--bleu")
     assert refused.returncode == 2 and "the data are no pairs" in refused.stderr

@@ -33,9 +33,9 @@ RAISED = {
 
 @pytest.mark.parametrize("text", RAISED)
 def test_whatever_is_raised_is_an_error_in_one_line(text):
-    with pytest.raises(OwnCodeError) as found, guard_user_code("mine"):
+    with pytest.raises(OwnCodeError) as error, guard_user_code("mine"):
         raise RAISED[text]
-    assert str(found.value) == text
+    assert str(error.value) == text
 
 
 @pytest.mark.parametrize("error", [Stopped("SIGTERM"), KeyboardInterrupt()])

@@ -31,11 +31,11 @@ class Shape:
 
 
 def test_what_fits_is_read():
-    found = parse_value(
+    shape = parse_value(
         Shape, {"name": "x", "share": 1, "pairs": {"p": [1, [2, 3]]}, "rest": {"step": 3, "more": [None, {}]}}
     )
-    assert found == Shape("x", share=1.0, pairs={"p": Pair(1, (2, 3))}, rest={"step": 3, "more": [None, {}]})
-    assert type(found.share) is float and parse_value(bool | None, None) is None
+    assert shape == Shape("x", share=1.0, pairs={"p": Pair(1, (2, 3))}, rest={"step": 3, "more": [None, {}]})
+    assert type(shape.share) is float and parse_value(bool | None, None) is None
 
 
 DEEP: list = []

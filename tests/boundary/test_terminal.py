@@ -57,5 +57,5 @@ def test_nothing_is_printed_past_what_a_terminal_may_have():
     root = Path(terminal.__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         if path.name != "api.py":
-            for found in re.finditer(r"^[ \t]+print\(\s*(.*)", path.read_text(), re.MULTILINE):
-                assert found[1].startswith(own), f"{path.relative_to(root)}: {found[0].strip()}"
+            for match in re.finditer(r"^[ \t]+print\(\s*(.*)", path.read_text(), re.MULTILINE):
+                assert match[1].startswith(own), f"{path.relative_to(root)}: {match[0].strip()}"

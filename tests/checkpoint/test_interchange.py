@@ -54,8 +54,8 @@ def test_show(saved, capsys):
     for part in ("step           4\n", "t=2", "model.a", "float64", "6 x 4", "scalar", "268 bytes in 2 files"):
         assert part in text
     assert main(["show", "--json", saved.url]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 4 and found["tensors"]["model.a"]["shape"] == [6, 4]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["step"] == 4 and printed["tensors"]["model.a"]["shape"] == [6, 4]
 
 
 @pytest.mark.parametrize("url", ["nothing", "nothing/step-00000001-000001-abcdef"])
@@ -76,11 +76,11 @@ def test_there_and_back(saved, tmp_path, capsys, form):
     assert capsys.readouterr().err == f"checkpoint: {target} exists; name another target\n"
     assert main(["import", target, back, "--format", form]) == 0
     storage = open_storage(back)
-    found = find_newest_checkpoint(storage)
-    assert found.manifest.meta == type(META)(**{**vars(meta(4)), "plan": {}})
+    newest = find_newest_checkpoint(storage)
+    assert newest.manifest.meta == type(META)(**{**vars(meta(4)), "plan": {}})
     job = Job.whole(values(SHAPES, 4), 3)
-    job.check(job.restore(storage, found.directory, found.manifest))
-    assert found.manifest.tensors.keys() == SHAPES.keys()
+    job.check(job.restore(storage, newest.directory, newest.manifest))
+    assert newest.manifest.tensors.keys() == SHAPES.keys()
 
 
 @pytest.mark.parametrize("form", ["safetensors", "dcp"])
@@ -106,10 +106,10 @@ def test_a_file_of_the_safetensors_library(tmp_path):
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
     assert main(["import", str(tmp_path / "model.safetensors"), str(tmp_path / "run")]) == 0
     storage = open_storage(str(tmp_path / "run"))
-    found = find_newest_checkpoint(storage)
-    assert found.manifest.meta.step == 0
+    newest = find_newest_checkpoint(storage)
+    assert newest.manifest.meta.step == 0
     for name, tensor in tensors.items():
-        assert torch.equal(read_tensor(storage, found.directory, found.manifest, name), tensor)
+        assert torch.equal(read_tensor(storage, newest.directory, newest.manifest, name), tensor)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 99, (2).to_bytes(8, "little") + b"[]", b"{}" * 40])
@@ -130,10 +130,10 @@ def test_the_command_line_runs(saved, root):
 def test_format_2_is_read_forever():
     """Never write this checkpoint again: later versions must read what an earlier one wrote."""
     storage = open_storage(str(FORMAT_2))
-    found = find_newest_checkpoint(storage)
-    assert found.directory == "step-00000003-000001-f2f2f2" and not found.refused
-    assert found.manifest.meta == replace(meta(3), format=2)
-    assert json.loads((FORMAT_2 / found.directory / "manifest.json").read_text())["format"] == 2
+    newest = find_newest_checkpoint(storage)
+    assert newest.directory == "step-00000003-000001-f2f2f2" and not newest.refused
+    assert newest.manifest.meta == replace(meta(3), format=2)
+    assert json.loads((FORMAT_2 / newest.directory / "manifest.json").read_text())["format"] == 2
     job = Job.whole(
         {
             "weight": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -143,7 +143,7 @@ def test_format_2_is_read_forever():
         },
         2,
     )
-    job.check(job.restore(storage, found.directory, found.manifest))
+    job.check(job.restore(storage, newest.directory, newest.manifest))
 
 
 def test_the_saver_waits_for_nobody(tmp_path):

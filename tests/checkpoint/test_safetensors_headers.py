@@ -116,7 +116,7 @@ KINDS: list[Callable[[Random, Header, bytes], tuple[Any, bytes]]] = [
 def theirs(raw: bytes) -> dict[str, bytes] | None:
     """The tensors that the package finds in a file, None if it refuses it."""
     try:
-        return {name: bytes(found["data"]) for name, found in safetensors.deserialize(raw)}
+        return {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(raw)}
     except (safetensors.SafetensorError, OverflowError):
         return None
 
@@ -139,12 +139,12 @@ def test_what_the_package_refuses_is_refused(tmp_path):
         except UnicodeEncodeError:
             continue
         path.write_bytes(raw)
-        reference, found = theirs(raw), ours(path)
+        reference, actual = theirs(raw), ours(path)
         if reference is None:
-            assert found is None, (seed, raw)
-        elif kind is right or found is not None:
-            assert found == reference, (seed, raw)
-        counts["neither" if reference is None else "we alone" if found is None else "both"] += 1
+            assert actual is None, (seed, raw)
+        elif kind is right or actual is not None:
+            assert actual == reference, (seed, raw)
+        counts["neither" if reference is None else "we alone" if actual is None else "both"] += 1
     assert counts["both"] > 300 and counts["neither"] > 1000, counts
 
 

@@ -131,5 +131,5 @@ def test_a_wrong_recovery_is_found(tmp_path, worker):
     config = chaos.configured(tmp_path / "run", 6, data=2)
     config.elastic.replace, config.elastic.faults = False, ["4:kill:1:forward"]
     assert chaos.drive(config, f"tests.doubles.stale_worker:{worker}") == 0
-    found = chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone"))
-    assert found and all(line.startswith(("step 4", "step 5", "step 6")) for line in found)
+    differing = chaos.differences(chaos.rows(config), chaos.undisturbed(config, tmp_path / "alone"))
+    assert differing and all(line.startswith(("step 4", "step 5", "step 6")) for line in differing)

@@ -27,9 +27,9 @@ def proven(journal=JOURNAL, rows=ROWS, checkpoint_fault=""):
 
 
 def test_all_is_proven():
-    found = judge_cluster_checks(JOURNAL, ROWS, "")
-    assert all(finding.proven for finding in found) and len(found) == 6
-    text = format_findings(found)
+    findings = judge_cluster_checks(JOURNAL, ROWS, "")
+    assert all(finding.proven for finding in findings) and len(findings) == 6
+    text = format_findings(findings)
     assert text.endswith("this cluster is ready")
     assert "4 of 4 workers, on 2 nodes: node0 2, node1 2" in text and "all_gather/data 100 MB" in text
     assert "2 saved, the last in 2 s (2 MB/s)" in text and "loss 7.950 -> 3.100" in text
@@ -50,8 +50,8 @@ def test_all_is_proven():
     ],
 )
 def test_what_is_missing_is_named(missing, changed):
-    found = proven(**changed)
-    assert [what for what, good in found.items() if not good] == [missing]
+    verdicts = proven(**changed)
+    assert [what for what, good in verdicts.items() if not good] == [missing]
     told = format_findings(
         judge_cluster_checks(**({"journal": JOURNAL, "rows": ROWS, "checkpoint_fault": ""} | changed))
     )

@@ -24,9 +24,9 @@ def events(config):
 
 def names(config):
     """Of the transitions, between the first event of a run and the account at its end."""
-    first, *found, last = [event["event"] for event in events(config)]
+    first, *transitions, last = [event["event"] for event in events(config)]
     assert (first, last) == ("starting", "goodput")
-    return found
+    return transitions
 
 
 def rows(config):

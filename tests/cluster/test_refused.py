@@ -18,7 +18,7 @@ SMALL = ["+experiment=gpt_quick", "model.layers=1", "model.length=8", "model.voc
 
 
 @pytest.fixture
-def here(monkeypatch, tmp_path):
+def home(monkeypatch, tmp_path):
     """A working and home directory of one's own, in which only what the test writes lies."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -27,8 +27,8 @@ def here(monkeypatch, tmp_path):
     return tmp_path
 
 
-def left(folder: Path, given: list[str]) -> list[str]:
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.relative_to(folder).parts[0] not in given)
+def left(folder: Path, known: list[str]) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.relative_to(folder).parts[0] not in known)
 
 
 LATE = {  # the mistake shows in the middle of a file, when the run directory has been claimed
@@ -40,23 +40,23 @@ LATE = {  # the mistake shows in the middle of a file, when the run directory ha
 
 @pytest.mark.parametrize("name", LATE)
 @pytest.mark.parametrize("more", [[], ["monitor=wandb"], ["checkpoint.every=1", "checkpoint.url=saved/there"]], ids=str)
-def test_data_that_is_refused_late(here, capsys, name, more):
+def test_data_that_is_refused_late(home, capsys, name, more):
     content, said = LATE[name]
-    (here / "text.txt").write_bytes(content)
+    (home / "text.txt").write_bytes(content)
     assert launch.main([*SMALL, "data=text", "data.path=text.txt", "run.dir=a/b/run", *more]) == 2
     err = capsys.readouterr().err.splitlines()
     assert any(line.startswith("config: ") and said in line for line in err), err
     tokens = ["cache"] if name == "too little text" else []  # well tokenised: the next command finds them
-    assert left(here, ["text.txt", *tokens]) == []
+    assert left(home, ["text.txt", *tokens]) == []
 
 
-def test_a_directory_of_the_users_stays_as_it_was(here, capsys):
-    (here / "text.txt").write_bytes(LATE["a torn byte"][0])
-    (here / "run" / "logs").mkdir(parents=True)
-    (here / "run" / "mine.txt").write_text("mine")
+def test_a_directory_of_the_users_stays_as_it_was(home, capsys):
+    (home / "text.txt").write_bytes(LATE["a torn byte"][0])
+    (home / "run" / "logs").mkdir(parents=True)
+    (home / "run" / "mine.txt").write_text("mine")
     assert launch.main([*SMALL, "data=text", "data.path=text.txt", "run.dir=run"]) == 2
     assert "not UTF-8" in capsys.readouterr().err
-    assert left(here, ["text.txt"]) == ["run", "run/logs", "run/mine.txt"]
+    assert left(home, ["text.txt"]) == ["run", "run/logs", "run/mine.txt"]
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ def history(c: Config) -> tuple[list[tuple[Any, ...]], dict[str, Tensor], list[d
     directory = Path(c.run.dir)
     rows = [(row["step"], row["loss"], row["grad_norm"]) for row in MetricsLog.read_rows(directory / "metrics.jsonl")]
     storage = open_storage(str(directory / "checkpoints"))
-    found = find_newest_checkpoint(storage)
-    tensors = {n: read_tensor(storage, found.directory, found.manifest, n) for n in found.manifest.tensors}
+    newest = find_newest_checkpoint(storage)
+    tensors = {n: read_tensor(storage, newest.directory, newest.manifest, n) for n in newest.manifest.tensors}
     formed = [e["mesh"] for e in JsonLines.read_objects(directory / "journal.jsonl") if e["event"] == "forming"]
     return rows, tensors, formed
 

@@ -39,14 +39,14 @@ def of_three_stages(kind):
 @pytest.mark.parametrize("kind", ACTIONS)
 def test_an_exception_releases_all_threads_and_names_the_culprit(kind, monkeypatch):
     c = of_three_stages(kind)
-    plan, found = make_plan(c), {}
+    plan, errors = make_plan(c), {}
     monkeypatch.setattr(pipeline, "_ACTIONS", fail_at(ACTIONS[kind], injected))
 
     def work(communicator):
         try:
             trainer_of(c, plan, communicator).step(1)
         except Exception as error:
-            found[communicator.rank] = error
+            errors[communicator.rank] = error
             raise
 
     with pytest.raises(StageFailed) as caught:
@@ -54,7 +54,7 @@ def test_an_exception_releases_all_threads_and_names_the_culprit(kind, monkeypat
     assert str(caught.value) == f"rank 1 (stage 1) failed at {ACTIONS[kind]}: injected"
     assert isinstance(caught.value.__cause__, ValueError)
     for rank in (0, 2):
-        error = str(found[rank])
+        error = str(errors[rank])
         assert error.endswith("another rank failed"), error
 
 

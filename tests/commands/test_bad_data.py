@@ -41,9 +41,9 @@ def tokenizer(path: Path, size: int) -> None:
     from tokenizers import Tokenizer, models
 
     words = {"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, size)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    made.add_special_tokens(["<|endoftext|>"])
-    made.save(str(path))
+    word_level = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    word_level.add_special_tokens(["<|endoftext|>"])
+    word_level.save(str(path))
 
 
 def torn(make: Callable[[Path], None], keep: float = 0.6) -> Callable[[Path], None]:
@@ -112,8 +112,8 @@ def test_it_ends_with_one_line(tmp_path, name):
     write, arguments, reason = BAD[name]
     write(tmp_path / name)
     (tmp_path / "a.txt").write_text(TEXT)
-    given = arguments.replace("FILE", name).split()
-    [line] = refused(*given, "data.cache=cache", "run.dir=run", cwd=tmp_path)
+    typed = arguments.replace("FILE", name).split()
+    [line] = refused(*typed, "data.cache=cache", "run.dir=run", cwd=tmp_path)
     assert line.startswith("config: data.") and reason in line, line
     assert name.partition(".")[0] in line or "data.chat_template" in line, line
 
@@ -125,10 +125,10 @@ def test_what_python_does_not_hold(kind, tmp_path, monkeypatch, capsys):
     if kind == "text":
         dates = pyarrow.array([10**9] * 300, pyarrow.int32()).cast(pyarrow.date32())
         pyarrow.parquet.write_table(pyarrow.table({"text": dates}), "d.parquet")
-        given = ["data.path=d.parquet"]
+        overrides = ["data.path=d.parquet"]
     else:
         line = '{"messages": [{"role": "user", "content": "hi", "more": %s}, {"role": "assistant", "content": "x"}]}\n'
         (tmp_path / "n.jsonl").write_text(line % ("[" * 900 + "]" * 900) * 50)
-        given = ["data.path=n.jsonl", "data.field=messages", "data.chat_template=chatml", "model.vocab=400"]
-    assert main(["+experiment=gpt_quick", "cluster=inline", f"data={kind}", *given, "run.dir=run"]) == 2
+        overrides = ["data.path=n.jsonl", "data.field=messages", "data.chat_template=chatml", "model.vocab=400"]
+    assert main(["+experiment=gpt_quick", "cluster=inline", f"data={kind}", *overrides, "run.dir=run"]) == 2
     assert re.fullmatch(r"config: data.path=\S+: .+\n", capsys.readouterr().err)

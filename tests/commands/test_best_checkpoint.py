@@ -53,13 +53,13 @@ def test_without_evaluations_it_is_refused(place):
 
 
 def test_what_is_lowest_of_what_is_there():
-    there = [Attempt(number, step, "0" * 6) for number, step in [(5, 4), (4, 6), (3, 4), (2, 2), (1, 1)]]
+    attempts = [Attempt(number, step, "0" * 6) for number, step in [(5, 4), (4, 6), (3, 4), (2, 2), (1, 1)]]
     losses = {1: 3.0, 2: 2.0, 4: 2.0, 5: 0.1, 8: 0.0}
-    assert find_lowest_loss(there, losses) == [there[3]]  # of equal ones the first step
+    assert find_lowest_loss(attempts, losses) == [attempts[3]]  # of equal ones the first step
     assert (
-        find_lowest_loss(there, {4: 1.0}) == [there[0]] and find_lowest_loss(there, {9: 1.0}) == []
+        find_lowest_loss(attempts, {4: 1.0}) == [attempts[0]] and find_lowest_loss(attempts, {9: 1.0}) == []
     )  # of one step the newest attempt
-    assert list_dispensable(there, 1, 0, losses) == [there[1], there[2], there[4]]
-    assert list_dispensable(there, 1, 0) == there[1:]
+    assert list_dispensable(attempts, 1, 0, losses) == [attempts[1], attempts[2], attempts[4]]
+    assert list_dispensable(attempts, 1, 0) == attempts[1:]
     rows = [{"step": 1, "val_loss": nan}, {"step": 2, "val_loss": inf}, {"step": 3}, {"step": 4, "val_loss": 1.5}]
     assert validation_losses(rows) == {4: 1.5}

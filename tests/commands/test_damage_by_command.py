@@ -29,9 +29,9 @@ def test_a_flipped_bit_leaves_no_trace(tmp_path, zero):
         rows = MetricsLog.read_rows(tmp_path / name / "metrics.jsonl")
         return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], done.stdout
 
-    found, said = losses("flipped", "elastic.faults=[3:flip:1]")
+    actual, said = losses("flipped", "elastic.faults=[3:flip:1]")
     expected, _ = losses("undisturbed")
-    assert found == expected
+    assert actual == expected
     journal = JsonLines.read_objects(tmp_path / "flipped" / "journal.jsonl")
     [failure] = [e for e in journal if e["event"] == "failure"]
     assert (failure["rank"], failure["kind"], failure["step"]) == (1, "damaged", 3)

@@ -28,9 +28,9 @@ def train(cwd: Path, *arguments: str) -> list[dict]:
     return MetricsLog.read_rows(cwd / run / "metrics.jsonl")
 
 
-def equal(found: list[dict], wanted: list[dict]) -> None:
-    assert [row["step"] for row in found] == [row["step"] for row in wanted]
-    for have, want in zip(found, wanted, strict=True):
+def equal(actual: list[dict], wanted: list[dict]) -> None:
+    assert [row["step"] for row in actual] == [row["step"] for row in wanted]
+    for have, want in zip(actual, wanted, strict=True):
         assert have["samples"] == want["samples"] and have.keys() - {"recovery_seconds"} == want.keys()
         for key in want.keys() & {"loss", "grad_norm", "val_loss"}:
             assert have[key] == pytest.approx(want[key], rel=1e-9, abs=0), (have["step"], key)
@@ -78,8 +78,8 @@ def test_it_is_the_same_run_under_other_plans_and_after_a_failure(place, whole, 
     run = f"run.dir={kind}-parts"
     first = train(place, *KINDS[kind], *TWO, "train.stop_at=2", run)
     assert [row["step"] for row in first] == [1, 2]
-    found = train(place, *KINDS[kind], *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", run)
-    equal(found, whole(kind))
+    rows = train(place, *KINDS[kind], *SPLIT, "elastic.faults=[4:kill:1]", "elastic.min_workers=1", run)
+    equal(rows, whole(kind))
     happened = [event["event"] for event in JsonLines.read_objects(place / f"{kind}-parts" / "journal.jsonl")]
     assert "failure" in happened and happened.count("restored") >= 1
 
@@ -115,10 +115,10 @@ def test_bad_files_end_with_one_line(tmp_path, name):
 def test_bad_files_of_a_mixture_end_with_one_line_each(tmp_path):
     for name, (content, _, _) in BAD.items():
         (tmp_path / name).write_bytes(content)
-    given = [f"data.sources.s{i}.path={name}" for i, name in enumerate(BAD)]
-    lines = refused("data=mixture", *given, "data.sources.s9.pth=x", "data.cache=cache", cwd=tmp_path)
+    overrides = [f"data.sources.s{i}.path={name}" for i, name in enumerate(BAD)]
+    lines = refused("data=mixture", *overrides, "data.sources.s9.pth=x", "data.cache=cache", cwd=tmp_path)
     assert [line.partition("=")[0] for line in lines] == ["config: data.sources.s9.pth"]
-    lines = refused("data=mixture", *given, "data.cache=cache", cwd=tmp_path)
+    lines = refused("data=mixture", *overrides, "data.cache=cache", cwd=tmp_path)
     assert [line.partition("=")[0] for line in lines] == [f"config: data.sources.s{i}.path" for i in range(len(BAD))]
     assert np.all([reason in line for line, (_, _, reason) in zip(lines, BAD.values(), strict=True)])
 
@@ -145,10 +145,10 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("given", APART)
-def test_what_does_not_go_together_is_refused(tmp_path, given):
-    lines = refused(*given.split(), "run.dir=run", cwd=tmp_path)
-    assert any(APART[given] in line for line in lines), lines
+@pytest.mark.parametrize("typed", APART)
+def test_what_does_not_go_together_is_refused(tmp_path, typed):
+    lines = refused(*typed.split(), "run.dir=run", cwd=tmp_path)
+    assert any(APART[typed] in line for line in lines), lines
 
 
 OWN = """
@@ -190,13 +190,13 @@ def test_an_objective_of_ones_own(place, tmp_path, monkeypatch):
     (tmp_path / "own_goals.py").write_text(OWN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = ["extend=[own_goals]", "data=text", "data.path=a.txt", "train.stop_at=2"]
-    found = train(place, *given, "data.objective=continued", *ONE, "run.dir=own-one")
-    equal(train(place, *given, "data.objective=continued", *TWO, "run.dir=own-two"), found)
-    assert train(place, *given, *ONE, "run.dir=own-causal")[0]["loss"] != found[0]["loss"]
+    overrides = ["extend=[own_goals]", "data=text", "data.path=a.txt", "train.stop_at=2"]
+    rows = train(place, *overrides, "data.objective=continued", *ONE, "run.dir=own-one")
+    equal(train(place, *overrides, "data.objective=continued", *TWO, "run.dir=own-two"), rows)
+    assert train(place, *overrides, *ONE, "run.dir=own-causal")[0]["loss"] != rows[0]["loss"]
     for name, reason in WRONG.items():
         more = ["data.cache=cache", f"data.objective={name}", *ONE, "run.dir=wrong"]
-        [line] = refused(*given, *more, cwd=place)
+        [line] = refused(*overrides, *more, cwd=place)
         assert line.startswith(f"config: data.objective={name}: ") and reason in line, line
 
 

@@ -52,15 +52,15 @@ def undisturbed(tmp_path: Path, steps: int) -> list[tuple[float, float]]:
 
 def ports(pid: int) -> list[tuple[str, int]]:
     """Where a process listens for TCP connections; [] once it has ended."""
-    found = []
+    addresses = []
     with suppress(OSError):
         held = {os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")}
         for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and f"socket:[{inode}]" in held:
                 host, port = local.split(":")
-                found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
-    return found
+                addresses.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return addresses
 
 
 class Strangers:

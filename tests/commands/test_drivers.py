@@ -79,9 +79,9 @@ def test_a_killed_driver_leaves_no_orphans_and_the_same_command_goes_on(start, t
     monkeypatch.setenv("STEP_SECONDS", "0")
     finish(start(*arguments))
     finish(start(*arguments[1:], "run.dir=alone", "cluster=processes"))
-    found, expected = rows(run), rows(tmp_path / "alone")
-    assert [row["samples"] for row in found] == [[4 * k, 4 * k + 4] for k in range(20)]
-    for row, other in zip(found, expected, strict=True):
+    actual, expected = rows(run), rows(tmp_path / "alone")
+    assert [row["samples"] for row in actual] == [[4 * k, 4 * k + 4] for k in range(20)]
+    for row, other in zip(actual, expected, strict=True):
         assert row["samples"] == other["samples"]
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-9)
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-9)

@@ -60,8 +60,8 @@ class Run:
 def started(folder: Path, *arguments: str, **environment: str) -> Iterator[Run]:
     out = (folder / "out").open("ab")
     line = [sys.executable, "-m", "platform.launch", QUICK, *SMALL, *RUN, *PARALLEL, *arguments]
-    there = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "STEP_SECONDS": "0.2", **environment}
-    with subprocess.Popen(line, cwd=folder, env=there, stdout=out, stderr=out) as process:
+    variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "STEP_SECONDS": "0.2", **environment}
+    with subprocess.Popen(line, cwd=folder, env=variables, stdout=out, stderr=out) as process:
         try:
             yield Run(folder, process)
         finally:
@@ -76,10 +76,10 @@ def undisturbed(folder: Path, steps: int, *more: str) -> list[tuple[Any, ...]]:
     return Run(folder, None).numbers()  # type: ignore[arg-type]
 
 
-def equal(found: list[tuple[Any, ...]], wanted: list[tuple[Any, ...]]) -> bool:
+def equal(actual: list[tuple[Any, ...]], wanted: list[tuple[Any, ...]]) -> bool:
     """Every step once and in order, the same samples, the same loss and gradient norm."""
-    assert [row[:2] for row in found] == [row[:2] for row in wanted]
-    return all(have[2:] == pytest.approx(want[2:], rel=1e-9, abs=0) for have, want in zip(found, wanted, strict=True))
+    assert [row[:2] for row in actual] == [row[:2] for row in wanted]
+    return all(have[2:] == pytest.approx(want[2:], rel=1e-9, abs=0) for have, want in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.full

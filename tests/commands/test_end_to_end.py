@@ -143,8 +143,8 @@ def equals_one_process(case, tmp_path, one_process) -> None:
     scheme, beside, precision = case
     schemes, more = BESIDE[beside]
     arguments = [*schemes[scheme].split(), *more.split(), f"precision={precision}", "cluster=processes"]
-    found = numbers(tmp_path, *arguments)
-    for have, want in zip(found, one_process[1], strict=True):
+    actual = numbers(tmp_path, *arguments)
+    for have, want in zip(actual, one_process[1], strict=True):
         assert have == pytest.approx(want, rel=PRECISIONS[precision], abs=0)
 
 

@@ -24,8 +24,8 @@ TINY = ["+experiment=gpt_quick", "cluster=inline", "tensor=serial", "parallel.da
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with small_disk(tmp_path / "small", "64k") as found:
-        yield found
+    with small_disk(tmp_path / "small", "64k") as small:
+        yield small
 
 
 @pytest.fixture

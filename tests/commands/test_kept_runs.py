@@ -50,17 +50,17 @@ def equals_the_uninterrupted(run: Path, kept: Path, tmp_path: Path, typed: list[
     whole = tmp_path / "whole"
     done = in_this_process(*without_plan(typed), *ONE_PROCESS, f"run.dir={whole}", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    found, wanted = rows(run), rows(whole)
-    assert found.keys() == wanted.keys() and len(rows(kept)) < len(wanted)
+    actual, wanted = rows(run), rows(whole)
+    assert actual.keys() == wanted.keys() and len(rows(kept)) < len(wanted)
     for step, want in wanted.items():
         numbers = [key for key in ("loss", "grad_norm", "lr", "val_loss") if key in want]
         for key in numbers:
-            assert found[step][key] == pytest.approx(want[key], rel=1e-9, abs=0), (step, key)
-        assert (found[step]["samples"], found[step]["tokens"]) == (want["samples"], want["tokens"])
-    here, there = (newest(open_storage(str(where / "checkpoints"))) for where in (run, whole))
-    assert here.keys() == there.keys()
-    for name, tensor in there.items():
-        assert torch.allclose(here[name], tensor, rtol=1e-8, atol=1e-11), name
+            assert actual[step][key] == pytest.approx(want[key], rel=1e-9, abs=0), (step, key)
+        assert (actual[step]["samples"], actual[step]["tokens"]) == (want["samples"], want["tokens"])
+    tensors, wanted_tensors = (newest(open_storage(str(where / "checkpoints"))) for where in (run, whole))
+    assert tensors.keys() == wanted_tensors.keys()
+    for name, tensor in wanted_tensors.items():
+        assert torch.allclose(tensors[name], tensor, rtol=1e-8, atol=1e-11), name
 
 
 def copied(kept: Path, tmp_path: Path) -> tuple[Path, list[str]]:

@@ -64,9 +64,9 @@ class Run:
 
     def life(self, kill: Callable[[subprocess.Popen[str]], None] = lambda process: None) -> int:
         """One launch, which must go on from what is the newest good checkpoint before it; the status."""
-        found, before = find_newest_checkpoint(self.storage), len(self.journal())
-        assert all("incomplete" in reason for _, reason in found.refused), found.refused
-        self.torn += found.refused
+        newest, before = find_newest_checkpoint(self.storage), len(self.journal())
+        assert all("incomplete" in reason for _, reason in newest.refused), newest.refused
+        self.torn += newest.refused
         process = self.start()
         try:
             kill(process)
@@ -76,7 +76,7 @@ class Run:
             process.wait()
         events = [e for e in self.journal()[before:] if e["event"] == "restored"]  # from memory: no directory
         restored = [e["directory"] for e in events if "directory" in e]
-        assert restored[:1] in ([], [found.directory]), out
+        assert restored[:1] in ([], [newest.directory]), out
         self.restored += restored
         assert process.returncode in (0, 1, -signal.SIGKILL), out
         return process.returncode
@@ -95,8 +95,8 @@ class Run:
         return [(row["loss"], row["grad_norm"], row["samples"]) for row in rows], tensors
 
 
-def equal(found, wanted) -> bool:
-    (rows, tensors), (rows_wanted, tensors_wanted) = found, wanted
+def equal(actual, wanted) -> bool:
+    (rows, tensors), (rows_wanted, tensors_wanted) = actual, wanted
     assert tensors.keys() == tensors_wanted.keys() and len(tensors) > 10
     return rows == rows_wanted and all(torch.equal(t, tensors_wanted[name]) for name, t in tensors.items())
 
@@ -104,14 +104,14 @@ def equal(found, wanted) -> bool:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """`undisturbed(steps)`: what a run gives that nobody kills."""
-    made = {}
+    results = {}
 
     def result(steps: int):
-        if steps not in made:
+        if steps not in results:
             run = Run(tmp_path_factory.mktemp("undisturbed"), steps)
             assert run.life() == 0
-            made[steps] = run.result()
-        return made[steps]
+            results[steps] = run.result()
+        return results[steps]
 
     return result
 
@@ -182,7 +182,7 @@ def test_killed_at_any_moment(tmp_path, undisturbed):
 @pytest.mark.timeout(1200)
 def test_workers_die_while_they_copy_snapshots_to_their_peers(tmp_path):
     """It takes no launch more: what the survivor holds, and what the copies give, is gone on from."""
-    found, numbers = {}, (2, 5)
+    outcomes, numbers = {}, (2, 5)
     for name in ("undisturbed", "struck"):
         folder = tmp_path / name
         folder.mkdir()
@@ -190,8 +190,8 @@ def test_workers_die_while_they_copy_snapshots_to_their_peers(tmp_path):
             killer.order(folder, place, f"worker{place}", "copies", number)
         run = Run(folder, 8)
         assert run.life() == 0
-        found[name] = run.result(), [e for e in run.journal() if e["event"] == "failure"]
-    (result, failures), (wanted, none) = found["struck"], found["undisturbed"]
+        outcomes[name] = run.result(), [e for e in run.journal() if e["event"] == "failure"]
+    (result, failures), (wanted, none) = outcomes["struck"], outcomes["undisturbed"]
     assert failures and not none
     assert len([*(tmp_path / "struck").glob(f"*{killer.DONE}")]) == len(numbers), "every order was obeyed"
     assert equal(result, wanted)

@@ -22,7 +22,7 @@ STAGES = "cluster=processes tensor=1d tensor.axes.t=2 parallel.data=1 pipeline=1
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "careful.py").write_text(files()["careful.py"])
     monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -43,16 +43,16 @@ def numbers(rows: list[dict]) -> list[float]:
 
 
 @pytest.mark.full
-def test_two_plans_learn_the_same_by_it(here):
-    whole = train(here, *ONE, "data.objective=weighed", "run.dir=whole")
-    split = train(here, *STAGES, "data.objective=weighed", "run.dir=split")
+def test_two_plans_learn_the_same_by_it(folder):
+    whole = train(folder, *ONE, "data.objective=weighed", "run.dir=whole")
+    split = train(folder, *STAGES, "data.objective=weighed", "run.dir=split")
     assert numbers(split) == pytest.approx(numbers(whole), rel=1e-9) and len(numbers(whole)) == 10
-    plain = train(here, *ONE, "run.dir=plain")
+    plain = train(folder, *ONE, "run.dir=plain")
     assert whole[0]["loss"] < plain[0]["loss"] - 0.01  # focal
     assert whole[1]["val_loss"] == pytest.approx(plain[1]["val_loss"], rel=0.02)
-    lines = refused(*FIXED, *ONE, "run.dir=plain", "train.loss=focal", "train.steps=6", cwd=here)
+    lines = refused(*FIXED, *ONE, "run.dir=plain", "train.loss=focal", "train.steps=6", cwd=folder)
     assert "train.loss" in "\n".join(lines) and "resume.allow" in lines[0]
-    again = train(here, *ONE, "run.dir=plain", "train.loss=focal", "train.steps=6", "resume.allow=[train.loss]")
+    again = train(folder, *ONE, "run.dir=plain", "train.loss=focal", "train.steps=6", "resume.allow=[train.loss]")
     assert [row["step"] for row in again] == [1, 2, 3, 4, 5, 6]
 
 
@@ -65,10 +65,10 @@ def test_two_plans_learn_the_same_by_it(here):
         ("data.objective=none", "makes no data tensor 'label_weights', which the model reads"),
     ],
 )
-def test_what_is_wrong_is_refused_before_anything_starts(here, typed, reason):
-    with (here / "careful.py").open("a") as module:
+def test_what_is_wrong_is_refused_before_anything_starts(folder, typed, reason):
+    with (folder / "careful.py").open("a") as module:
         module.write(BAD)
-    line, *_ = refused(*FIXED, *ONE, typed, "run.dir=run", cwd=here)
+    line, *_ = refused(*FIXED, *ONE, typed, "run.dir=run", cwd=folder)
     assert reason in line
 
 

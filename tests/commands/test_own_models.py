@@ -103,10 +103,10 @@ SOURCES = {
 
 @pytest.mark.parametrize("which", SOURCES)
 def test_a_source_of_ones_own(tmp_path, monkeypatch, which):
-    given, status, said = SOURCES[which]
+    source, status, said = SOURCES[which]
     (tmp_path / "poem.txt").write_text("so much depends upon a red wheel barrow\n" * 100)
     text = f"from pathlib import Path\nfrom platform.data.text_sources import register_source\n" \
-           f"register_source('mine', lambda data: {given})\n"  # fmt: skip
+           f"register_source('mine', lambda data: {source})\n"  # fmt: skip
     name = f"source_{which.replace(' ', '_')}"
     more = ["data=mine", "data.path=poem.txt", "data.cache=cache", "model.vocab=300", "model.layers=1"]
     done = run(tmp_path, monkeypatch, name, text, *more)

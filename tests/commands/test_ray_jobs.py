@@ -32,12 +32,12 @@ def scraped(port: int) -> dict[str, dict[str, float]]:
     """What a node offers to Prometheus of runs: run -> gauge -> value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         text = answer.read().decode()
-    found: dict[str, dict[str, float]] = {}
+    gauges: dict[str, dict[str, float]] = {}
     for name, labels, value in re.findall(r"^ray_(platform_\w+)\{(.*)\} (\S+)$", text, re.M):
         run = re.search(r'\brun="([^"]*)"', labels)
         assert run, labels
-        found.setdefault(run[1], {})[name] = float(value)
-    return found
+        gauges.setdefault(run[1], {})[name] = float(value)
+    return gauges
 
 
 def test_a_job_with_a_working_directory_and_its_metrics(tmp_path, root):
@@ -65,15 +65,15 @@ def test_a_job_with_a_working_directory_and_its_metrics(tmp_path, root):
                 told = subprocess.run([*ray, "logs", address, "one"], capture_output=True, text=True, cwd=tmp_path)
                 return told.stdout + told.stderr
 
-            deadline, found = time.monotonic() + TIMEOUT, {}
-            while "platform_val_loss" not in found.get(run.name, {}):
+            deadline, by_run = time.monotonic() + TIMEOUT, {}
+            while "platform_val_loss" not in by_run.get(run.name, {}):
                 assert time.monotonic() < deadline, logs()
                 with suppress(OSError):  # it is busy
-                    found = scraped(metrics)
+                    by_run = scraped(metrics)
                 time.sleep(0.5)
             subprocess.run([*ray, "stop", address, "one"], cwd=tmp_path, check=True, timeout=TIMEOUT)
     rows = MetricsLog.read_rows(run / "metrics.jsonl")
-    gauges = found[run.name]
+    gauges = by_run[run.name]
     assert gauges["platform_train_loss"] in [row["loss"] for row in rows]
     assert gauges["platform_perf_step_seconds"] > 0.2
     assert gauges.keys() >= {gauge_name("comm/all_reduce/t"), gauge_name("time/forward"), "platform_tokens"}

@@ -65,9 +65,9 @@ def test_two_halves_under_two_plans_are_the_whole(tmp_path, through):
     second = "cluster=processes tensor=serial parallel.data=2 parallel.zero=1".split()
     done = train(tmp_path, *second, STEPS, "run.dir=run")
     assert "continues after step 3" in done.stdout
-    found, wanted = numbers(tmp_path / "run"), numbers(through)
-    assert [row[0] for row in found] == [1, 2, 3, 4, 5, 6]
-    for have, want in zip(found, wanted, strict=True):
+    actual, wanted = numbers(tmp_path / "run"), numbers(through)
+    assert [row[0] for row in actual] == [1, 2, 3, 4, 5, 6]
+    for have, want in zip(actual, wanted, strict=True):
         assert have == pytest.approx(want, rel=1e-10, abs=0)
     assert [e for e in events(tmp_path / "run") if e in ("checkpoint", "restored", "done")] == [
         "checkpoint", "done", "restored", "checkpoint", "done",
@@ -80,22 +80,22 @@ def test_ray_and_torchrun_go_on_and_save_too(tmp_path, through, start):
     storage = open_storage(str(through / "checkpoints"))
     fourth, fifth, _ = checkpoints(storage)
     origin = f"checkpoint.resume={through}/checkpoints/{fourth}"
-    here = ["tensor=1d", "tensor.axes.t=2", STEPS, "train.stop_at=5", origin, "run.dir=run"]
+    arguments = ["tensor=1d", "tensor.axes.t=2", STEPS, "train.stop_at=5", origin, "run.dir=run"]
     if start == "ray":
-        done = train(tmp_path, "cluster=local", *here)
+        done = train(tmp_path, "cluster=local", *arguments)
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        line = [*torchrun, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *here]
+        line = [*torchrun, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *arguments]
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after step 4" in done.stdout
     assert numbers(tmp_path / "run") == [pytest.approx(numbers(through)[4], rel=1e-10, abs=0)]
     saved = open_storage(str(tmp_path / "run" / "checkpoints"))
     [mine] = checkpoints(saved)
-    found, wanted = verify_checkpoint(saved, mine), verify_checkpoint(storage, fifth)
-    assert len(found.files) == 2 and found.tensors.keys() == wanted.tensors.keys()
+    actual, wanted = verify_checkpoint(saved, mine), verify_checkpoint(storage, fifth)
+    assert len(actual.files) == 2 and actual.tensors.keys() == wanted.tensors.keys()
     for name in wanted.tensors:
-        have, want = read_tensor(saved, mine, found, name), read_tensor(storage, fifth, wanted, name)
+        have, want = read_tensor(saved, mine, actual, name), read_tensor(storage, fifth, wanted, name)
         assert torch.allclose(have, want, rtol=1e-9, atol=1e-12), name
 
 
@@ -132,8 +132,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, through):
 def test_under_torchrun_an_exception_costs_nothing_and_a_death_no_step(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     steps = "train.steps=100000 optimizer.schedule=constant checkpoint.every=100000".split()
-    here = ["tensor=serial", "parallel.data=2", *steps, "run.dir=run"]  # wins over what FIXED has
-    line = [*torchrun, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *here]
+    overrides = ["tensor=serial", "parallel.data=2", *steps, "run.dir=run"]  # wins over what FIXED has
+    line = [*torchrun, "-m", "platform.launch", QUICK, *SMALL, *FIXED, *overrides]
 
     def life(*arguments: str) -> int:
         return subprocess.run([*line, *arguments], cwd=tmp_path, capture_output=True, timeout=TIMEOUT).returncode
@@ -176,9 +176,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, through):
     ],
 )  # fmt: skip
 def test_what_cannot_be_resumed_is_refused(tmp_path, through, arguments, first, others):
-    here = through if "checkpoints " in arguments else tmp_path
+    folder = through if "checkpoints " in arguments else tmp_path
     line, *rest = refused(*FIXED, STEPS, *arguments.format(through).split(), "run.dir=run", cwd=tmp_path)
-    assert line.startswith(first.format(here)), line
+    assert line.startswith(first.format(folder)), line
     assert rest == others
 
 
@@ -214,17 +214,17 @@ def test_what_a_longer_run_does_to_the_learning_rate_is_said_and_a_jump_is_to_be
 
 @pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt", "cosine", "linear", "wsd"])
 def test_a_learning_rate_that_barely_moves_needs_no_leave(schedule):
-    there = compose_config([QUICK, "train.steps=1000", f"optimizer.schedule={schedule}"])
+    old = compose_config([QUICK, "train.steps=1000", f"optimizer.schedule={schedule}"])
     for step, steps in product((0, 300, 950, 1000), (1001, 1010, 5000, 400)):
-        here = compose_config([QUICK, f"train.steps={steps}", f"optimizer.schedule={schedule}"])
+        new = compose_config([QUICK, f"train.steps={steps}", f"optimizer.schedule={schedule}"])
         meta = SimpleNamespace(step=step, samples=16 * step)
-        was, now = (learning_rate(c.optimizer, step + 1, c.train.steps) for c in (there, here))
+        was, now = (learning_rate(c.optimizer, step + 1, c.train.steps) for c in (old, new))
         try:
-            lines = describe_changed_schedule(there.to_dict(), meta, here)
+            lines = describe_changed_schedule(old.to_dict(), meta, new)
         except ConfigError:
             assert abs(now / was - 1) > 0.1
-            here.resume.allow = ["train.steps"]
-            lines = describe_changed_schedule(there.to_dict(), meta, here)
+            new.resume.allow = ["train.steps"]
+            lines = describe_changed_schedule(old.to_dict(), meta, new)
         else:
             assert abs(now / was - 1) <= 0.1
         assert len(lines) == 1 + (now != was)
@@ -244,14 +244,14 @@ def test_an_allowed_key_changes_and_is_the_runs_from_then_on(tmp_path, monkeypat
     done = train(tmp_path, *later, allow)
     starts = [e["code"] for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "starting"]
     assert len(starts) == 2 and starts[0] == starts[1] and starts[0]["platform"]
-    there, here = (compose_config([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))
+    old, new = (compose_config([QUICK, *SMALL, *FIXED, *a]).optimizer for a in ([], later))
     (changed,) = (e for e in JsonLines.read_objects(tmp_path / "run" / "journal.jsonl") if e["event"] == "changed")
-    assert changed["keys"] == {"optimizer.lr": [there.lr, 1e-4], "train.steps": [6, 8]}
+    assert changed["keys"] == {"optimizer.lr": [old.lr, 1e-4], "train.steps": [6, 8]}
     said = [line for line in done.stdout.splitlines() if line.startswith("changed")]
-    assert said == [f"changed  optimizer.lr: {there.lr} there, 0.0001 here", "changed  train.steps: 6 there, 8 here"]
+    assert said == [f"changed  optimizer.lr: {old.lr} there, 0.0001 here", "changed  train.steps: 6 there, 8 here"]
     rows = MetricsLog.read_rows(tmp_path / "run" / "metrics.jsonl")
     assert numbers(tmp_path / "run")[:6] == numbers(through)
-    assert [(row["step"], row["lr"]) for row in rows[6:]] == [(k, learning_rate(here, k, 8)) for k in (7, 8)]
+    assert [(row["step"], row["lr"]) for row in rows[6:]] == [(k, learning_rate(new, k, 8)) for k in (7, 8)]
     assert main([QUICK, *SMALL, *FIXED, *later]) == 0
     assert "already done: 8 steps" in capfd.readouterr().out
 

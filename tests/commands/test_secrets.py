@@ -43,8 +43,8 @@ def hints(value: str) -> set[str]:
 def leaks(value: str, text: str, folder: Path | None = None) -> list[str]:
     """Where the secret, or a stretch of it, can be read."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder else []
-    there = {"output": text.encode()} | {str(path): path.read_bytes() for path in files}
-    return [where for where, found in there.items() if any(h.encode() in found for h in hints(value))]
+    contents = {"output": text.encode()} | {str(path): path.read_bytes() for path in files}
+    return [where for where, content in contents.items() if any(h.encode() in content for h in hints(value))]
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def environment(monkeypatch):
 
     def put(seed: int, *names: str) -> dict[str, str]:
         draw = random.Random(seed)
-        found = {name: secret(draw, "@:?#% &=+") for name in names}
-        for name, value in found.items():
+        secrets = {name: secret(draw, "@:?#% &=+") for name in names}
+        for name, value in secrets.items():
             monkeypatch.setenv(name, value)
-        return found
+        return secrets
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -37,8 +37,8 @@ def test_no_file_of_a_run_with_wandb_tells_a_secret(tmp_path, environment, monke
     monkeypatch.setattr(sys, "argv", ["launch", *arguments])  # W&B looks there
     done = in_this_process(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    there = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert all(any(path.name.endswith(end) for path in there) for end in FILES_OF_WANDB[:2]), there
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(any(path.name.endswith(end) for path in files) for end in FILES_OF_WANDB[:2]), files
     for name, value in known.items():
         assert not leaks(value, done.stdout + done.stderr, tmp_path), name
 
@@ -54,5 +54,5 @@ def test_the_name_of_a_project_is_no_secret(tmp_path, environment, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch", *arguments])
     done = in_this_process(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = leaks(value, done.stdout + done.stderr, tmp_path)
-    assert found and all("wandb" in place.removeprefix(str(tmp_path)) for place in found), found
+    places = leaks(value, done.stdout + done.stderr, tmp_path)
+    assert places and all("wandb" in place.removeprefix(str(tmp_path)) for place in places), places

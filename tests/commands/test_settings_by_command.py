@@ -25,7 +25,7 @@ SETTINGS = "optimizer.settings.decay=0.5 train.loss_settings.power=1 optimizer.s
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "tuned.py").write_text(files()["tuned.py"])
     monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -44,46 +44,46 @@ def losses(rows: list[dict]) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def test_a_run_has_them(here):
-    rows, said = train(here, "run", *ONE, *SETTINGS)
+def test_a_run_has_them(folder):
+    rows, said = train(folder, "run", *ONE, *SETTINGS)
     assert [row["lr"] for row in rows] == pytest.approx([0.01, 0.005, 0.005, 0.005])
     assert "settings  train.loss_settings.power=1.0, train.loss_settings.reduced=no, optimizer.settings.deca" in said
-    kept = yaml.safe_load((here / "run" / "config.yaml").read_text())
+    kept = yaml.safe_load((folder / "run" / "config.yaml").read_text())
     assert kept["optimizer"]["settings"] == {"decay": 0.5, "centered": False}
     assert kept["train"]["loss_settings"] == {"power": 1.0, "reduced": "no"}
-    [manifest] = (here / "run" / "checkpoints").glob("*/manifest.json")
+    [manifest] = (folder / "run" / "checkpoints").glob("*/manifest.json")
     assert '"decay":0.5' in manifest.read_text().replace(" ", "")
-    goes_on_with_the_same(here, losses(rows))
+    goes_on_with_the_same(folder, losses(rows))
 
 
 @pytest.mark.full
-def test_each_of_them_counts(here):
-    one = losses(train(here, "run", *ONE, *SETTINGS)[0])
+def test_each_of_them_counts(folder):
+    one = losses(train(folder, "run", *ONE, *SETTINGS)[0])
     for i, other in enumerate((*SETTINGS, "train.loss_settings.reduced=half", "optimizer.settings.centered=true")):
-        given = [s for s in SETTINGS if s != other]
-        found = losses(train(here, f"other-{i}", *ONE, *given, *([] if other in SETTINGS else [other]))[0])
-        assert found[-1] != pytest.approx(one[-1], rel=1e-9), other
+        others = [s for s in SETTINGS if s != other]
+        changed = losses(train(folder, f"other-{i}", *ONE, *others, *([] if other in SETTINGS else [other]))[0])
+        assert changed[-1] != pytest.approx(one[-1], rel=1e-9), other
 
 
 @pytest.mark.full
-def test_workers_have_what_the_driver_has(here):
-    one, two = (losses(train(here, run, *where, *SETTINGS)[0]) for run, where in (("one", ONE), ("two", TWO)))
+def test_workers_have_what_the_driver_has(folder):
+    one, two = (losses(train(folder, run, *where, *SETTINGS)[0]) for run, where in (("one", ONE), ("two", TWO)))
     assert two == pytest.approx(one, rel=1e-9)
 
 
-def goes_on_with_the_same(here: Path, first: list[float]) -> None:
+def goes_on_with_the_same(folder: Path, first: list[float]) -> None:
     more = [*ONE, *SETTINGS, "train.steps=6"]
-    lines = refused(QUICK, *FIXED, *more, "optimizer.settings.decay=0.6", "run.dir=run", cwd=here)
+    lines = refused(QUICK, *FIXED, *more, "optimizer.settings.decay=0.6", "run.dir=run", cwd=folder)
     assert "resume.allow=[optimizer.settings]" in lines[0]
     assert any(line.endswith("optimizer.settings.decay: 0.5 there, 0.6 here") for line in lines)
     allowed = ["optimizer.settings.decay=0.6", "resume.allow=[optimizer.settings]"]
-    rows, _ = train(here, "run", *more, *allowed)
+    rows, _ = train(folder, "run", *more, *allowed)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and losses(rows)[:4] == first
 
 
-def test_wrong_ones_are_refused_together_before_anything_starts(here):
+def test_wrong_ones_are_refused_together_before_anything_starts(folder):
     typed = ["optimizer.settings.decy=0.5", "train.loss_settings.reduced=3", "optimizer.settings.centered=maybe"]
-    lines = refused(*FIXED, *ONE, *typed, "train.steps=0", "run.dir=run", cwd=here)
+    lines = refused(*FIXED, *ONE, *typed, "train.steps=0", "run.dir=run", cwd=folder)
     assert [line.removeprefix("config: ").partition(":")[0] for line in lines] == [
         "train.steps=0",
         "train.loss_settings.reduced=3",

@@ -46,22 +46,22 @@ class Watcher:
 
     def taken(self) -> dict[str, list[Shown]]:
         """Return what was seen since the last time, by what it was."""
-        found, self.seen = {one.what: [two for two in self.seen if two.what == one.what] for one in self.seen}, []
-        return found
+        phases, self.seen = {one.what: [two for two in self.seen if two.what == one.what] for one in self.seen}, []
+        return phases
 
 
 @pytest.fixture
 def watcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watcher]:
     monkeypatch.delenv("NO_PROGRESS")
     monkeypatch.chdir(tmp_path)
-    found = Watcher()
-    monkeypatch.setattr(terminal, "_current_phase_display", lambda: found)
-    return found
+    display = Watcher()
+    monkeypatch.setattr(terminal, "_current_phase_display", lambda: display)
+    return display
 
 
-def whole(found: list[Shown], unit: str) -> bool:
+def whole(shown: list[Shown], unit: str) -> bool:
     """Return True if the first of some phases has said how much there was to do, and in the end that it was done."""
-    return found[0].unit == unit and found[0].done == found[0].total > 0
+    return shown[0].unit == unit and shown[0].done == shown[0].total > 0
 
 
 def test_every_phase_of_a_run_and_of_what_becomes_of_its_weights(watcher: Watcher) -> None:
@@ -90,8 +90,8 @@ def test_every_phase_of_a_run_and_of_what_becomes_of_its_weights(watcher: Watche
         (checkpoint, "verify again", "verifying step-"),
     ]:
         assert command(line.split()) == 0
-        [found] = [ones for what, ones in watcher.taken().items() if what.startswith(word)]
-        assert whole(found, "B"), line
+        [shown] = [ones for what, ones in watcher.taken().items() if what.startswith(word)]
+        assert whole(shown, "B"), line
     assert checkpoint("import one.safetensors third".split()) == 0
     [one] = watcher.taken()["importing"]
     assert one.unit == "B" and one.done > 0  # how much there is only its end shows

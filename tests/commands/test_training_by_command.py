@@ -36,10 +36,10 @@ def train(cwd: Path, *arguments: str) -> list[dict]:
 def tensors(run: Path, averaged: bool = False) -> dict[str, np.ndarray]:
     """The weights in a run's newest checkpoint."""
     storage = open_storage(str(run / "checkpoints"))
-    found = catalogue.find_newest_checkpoint(storage, verifies_bytes=False, quarantines=False)
-    manifest = swap_in_averages(found.manifest) if averaged else found.manifest
+    newest = catalogue.find_newest_checkpoint(storage, verifies_bytes=False, quarantines=False)
+    manifest = swap_in_averages(newest.manifest) if averaged else newest.manifest
     names = [name for name in manifest.tensors if name.startswith("model.")]
-    return {name: read_tensor(storage, found.directory, manifest, name).numpy() for name in names}
+    return {name: read_tensor(storage, newest.directory, manifest, name).numpy() for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +52,13 @@ def alone(tmp_path_factory) -> Path:
 
 def test_two_plans_and_a_failure_give_the_same_run(alone):
     train(alone, *STAGES, "train.stop_at=4", "run.dir=halves")
-    found, wanted = train(alone, *SHARDS, "run.dir=halves"), MetricsLog.read_rows(alone / "whole" / "metrics.jsonl")
-    assert [row["samples"] for row in found] == [row["samples"] for row in wanted]
-    assert [end - first for first, end in (row["samples"] for row in found)] == [2, 2, 4, 6, 8, 8, 8, 8]
-    assert [row["length"] for row in found] == [4, 4, 4, 4, 8, 8, 16, 16]  # resumed and failed at ends of lengths
+    actual, wanted = train(alone, *SHARDS, "run.dir=halves"), MetricsLog.read_rows(alone / "whole" / "metrics.jsonl")
+    assert [row["samples"] for row in actual] == [row["samples"] for row in wanted]
+    assert [end - first for first, end in (row["samples"] for row in actual)] == [2, 2, 4, 6, 8, 8, 8, 8]
+    assert [row["length"] for row in actual] == [4, 4, 4, 4, 8, 8, 16, 16]  # resumed and failed at ends of lengths
     events = [event["event"] for event in JsonLines.read_objects(alone / "halves" / "journal.jsonl")]
     assert "failure" in events
-    for have, want in zip(found, wanted, strict=True):
+    for have, want in zip(actual, wanted, strict=True):
         for key in want.keys() & {"loss", "grad_norm", "val_loss", "tokens"}:
             assert have[key] == pytest.approx(want[key], rel=1e-9), (have["step"], key)
         for key in ("layer_grad_norms", "layer_rms"):
@@ -117,10 +117,10 @@ def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
         more = ["data=synthetic", "precision=fp64", *texts, *how, f"run.dir={how[1]}"]
         done = warm_command(QUICK, *SMALL, *more, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-    found = [
+    samples = [
         [e for e in JsonLines.read_objects(p) if e["event"] == "sampled"] for p in tmp_path.glob("*/journal.jsonl")
     ]
-    told = [[(e["step"], e["prompt"], e["text"]) for e in events] for events in found]
+    told = [[(e["step"], e["prompt"], e["text"]) for e in events] for events in samples]
     assert told[0] == told[1] and len(told[0]) == 4 and len({text for _, _, text in told[0]}) > 1
     assert [(step, prompt) for step, prompt, _ in told[0]] == [
         (step, prompt) for step in (2, 4) for prompt in ("ab", "a wolf, and")
@@ -148,4 +148,4 @@ def test_prompts_of_ones_own_are_continued_at_each_evaluation(tmp_path):
 )
 def test_mistakes_are_refused(tmp_path, arguments, line):
     lines = refused(QUICK, *SMALL, "data=synthetic", "train.global_batch=8", *ONE, *arguments.split(), cwd=tmp_path)
-    assert any(line in found for found in lines), lines
+    assert any(line in printed for printed in lines), lines

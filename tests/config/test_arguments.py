@@ -151,13 +151,13 @@ def test_an_experiment_is_fitted_to_what_was_chosen(tmp_path):
 
 def test_the_experiment_names_the_run_and_every_value_its_hash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    here = compose_config([QUICK]).run.dir
-    assert here.startswith(f"{tmp_path}/runs/gpt_quick-")
-    assert compose_config(["experiment=gpt_quick", "train.steps=300"]).run.dir == here
+    run_dir = compose_config([QUICK]).run.dir
+    assert run_dir.startswith(f"{tmp_path}/runs/gpt_quick-")
+    assert compose_config(["experiment=gpt_quick", "train.steps=300"]).run.dir == run_dir
     others = [
         compose_config([QUICK, a]).run.dir for a in ("seed=1", "tensor=1d_sp", "tensor.axes.t=4", "monitor=wandb")
     ]
-    assert len({here, *others}) == 5
-    assert compose_config([QUICK, "checkpoint.last=false", "checkpoint.on_stop=false"]).run.dir == here, "same steps"
+    assert len({run_dir, *others}) == 5
+    assert compose_config([QUICK, "checkpoint.last=false", "checkpoint.on_stop=false"]).run.dir == run_dir, "same steps"
     assert compose_config([QUICK, "run.dir=there"]).run.dir == f"{tmp_path}/there"
     assert compose_config([QUICK, "data=text", "data.path=~/a"]).data.path == os.path.expanduser("~/a")

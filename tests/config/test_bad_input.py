@@ -75,8 +75,8 @@ def refusal(tmp_path_factory):
     def lines(*arguments):
         began = time.thread_time()
         with pytest.raises(ConfigError) as error:
-            given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", *arguments], multirun=False)
-            launch._plan_jobs(given, PhaseTimes())
+            options = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", *arguments], multirun=False)
+            launch._plan_jobs(options, PhaseTimes())
         assert time.thread_time() - began < 3.0
         assert os.listdir(private) == []
         assert all(line.isprintable() for line in error.value.violations)

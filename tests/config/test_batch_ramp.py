@@ -17,13 +17,13 @@ def ramp(full: int, start: int, by: int, samples: int) -> Train:
 def by_counting(train: Train, steps: int) -> list[tuple[int, int]]:
     """As Megatron-LM's RampupBatchsizeNumMicroBatchesCalculator counts: the size follows from the samples so far."""
     sizes = (train.global_batch - train.ramp_from) // train.ramp_by
-    found, consumed = [], 0
+    stretches, consumed = [], 0
     for _ in range(steps):
         done = min(sizes, consumed * sizes // train.ramp_samples)
         end = consumed + train.ramp_from + train.ramp_by * done
-        found.append((consumed, end))
+        stretches.append((consumed, end))
         consumed = end
-    return found
+    return stretches
 
 
 def test_the_worked_table():

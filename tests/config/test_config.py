@@ -20,7 +20,7 @@ def test_plain_data_and_back():
 
 
 def test_identity():
-    here = run_identity(compose_config([QUICK]))
+    identity = run_identity(compose_config([QUICK]))
     same = [
         "tensor=3d",
         "parallel.data=1",
@@ -29,6 +29,6 @@ def test_identity():
         "train.microbatch=2",
         "precision=fp64",
     ]
-    assert run_identity(compose_config([QUICK, *same, "data.cache=x", "eval.every=1"])) == here
+    assert run_identity(compose_config([QUICK, *same, "data.cache=x", "eval.every=1"])) == identity
     for other in ("seed=1", "model.dropout=0.1", "optimizer.lr=1", "train.global_batch=8", "data=synthetic"):
-        assert run_identity(compose_config([QUICK, other])) != here, other
+        assert run_identity(compose_config([QUICK, other])) != identity, other

@@ -57,14 +57,14 @@ STRANGE = [b"x", {1: 2}, {None: None}, Path("x"), (1, 2), {1}, object(), Hostile
 
 
 @pytest.fixture(scope="module")
-def made() -> Config:
+def small_config() -> Config:
     return api.compose(*SMALL)
 
 
-def refused(door: Callable[..., Any], *given: Any, **named: Any) -> list[str]:
+def refused(door: Callable[..., Any], *arguments: Any, **named: Any) -> list[str]:
     """The lines of a refusal; none if there is no refusal."""
     try:
-        door(*given, **named)
+        door(*arguments, **named)
     except ConfigError as error:
         assert error.violations and all(line.isprintable() for line in error.violations), error.violations
         return error.violations
@@ -79,14 +79,14 @@ def drawn(key: str, part: int) -> list[tuple[int, Any]]:
 
 @pytest.mark.parametrize("part", [5, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("group", ["", *Config.__dataclass_fields__])
-def test_a_value_of_any_kind_for_every_key(made, group, part, monkeypatch, tmp_path):
+def test_a_value_of_any_kind_for_every_key(small_config, group, part, monkeypatch, tmp_path):
     """None raises anything else, and what has another type is never accepted."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driver, "drive_run", lambda *given, **named: 0)
+    monkeypatch.setattr(driver, "drive_run", lambda *arguments, **named: 0)
     keys = Config.__dataclass_fields__ if not group else [k for k in KEYS if k.partition(".")[0] == group and "." in k]
     for key in keys:
         for number, value in drawn(key, part):
-            config = deepcopy(made)
+            config = deepcopy(small_config)
             place, _, name = key.rpartition(".")
             setattr(getattr(config, place) if place else config, name, value)
             wrong = key in violations_of_types(config)
@@ -101,8 +101,8 @@ def test_a_value_of_any_kind_for_every_key(made, group, part, monkeypatch, tmp_p
                 assert lines == [] or refused(api.run, config), (key, number)
 
 
-def test_what_is_no_key(made):
-    config = deepcopy(made)
+def test_what_is_no_key(small_config):
+    config = deepcopy(small_config)
     config.steps, config.train.step, config.model, config.seed = 3, 4, None, "a"
     lines = refused(api.plan, config)
     assert [line.partition("=")[0] for line in lines] == ["seed", "train.step", "model", "steps"]
@@ -120,9 +120,9 @@ def test_every_key_has_a_type_that_is_said():
 
 
 @pytest.mark.parametrize("workers", ["x", -1, 0, 10**30, True, 1.0, Hostile()], ids=lambda value: type(value).__name__)
-def test_a_number_of_workers(made, workers):
+def test_a_number_of_workers(small_config, workers):
     for data in (1, -1):
-        config = deepcopy(made)
+        config = deepcopy(small_config)
         config.parallel.data = data
         assert refused(api.plan, config, workers)[-1].startswith("workers="), data
 
@@ -130,14 +130,14 @@ def test_a_number_of_workers(made, workers):
 @pytest.mark.parametrize(
     "value", [None, 5, b"x", [], {}, Hostile(), Path("x"), True], ids=lambda value: type(value).__name__
 )
-def test_every_door(made, value, tmp_path, monkeypatch):
+def test_every_door(small_config, value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refused(api.compose, value)[0].startswith("overrides=")
     assert refused(api.compose, experiment=value)[0].startswith("experiment=")
     assert refused(api.plan, value)[0].startswith("config=")
     assert refused(api.run, value)[0].startswith("config=")
     assert refused(api.resume, ".", value)[0].startswith("overrides=")
-    assert value is None or refused(api.run, made, value)[-1].startswith("callbacks=")
+    assert value is None or refused(api.run, small_config, value)[-1].startswith("callbacks=")
     if not isinstance(value, Path):
         assert refused(api.resume, value)[0].startswith("run_dir=")
         assert value is None or refused(api.compose, config_dir=value)[0].startswith("config_dir=")

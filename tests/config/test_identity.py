@@ -11,13 +11,13 @@ from platform.config.validation import violations_of_configuration
 
 def refused(allow, **changes):
     """What is said of a run of the default configuration when it goes on with these changes."""
-    there, here = run_identity(Config()), Config()
+    stored, config = run_identity(Config()), Config()
     for key, value in changes.items():
         *group, name = key.split("__")
-        setattr(getattr(here, group[0]) if group else here, name, value)
-    here.resume.allow = allow
+        setattr(getattr(config, group[0]) if group else config, name, value)
+    config.resume.allow = allow
     return violations_of_identity(
-        json.loads(json.dumps(there)), here, "run.dir", "here", "is of another run"
+        json.loads(json.dumps(stored)), config, "run.dir", "here", "is of another run"
     )  # as it was stored
 
 
@@ -33,13 +33,13 @@ def test_an_allowed_key_or_group_may_change(allow):
 
 
 def test_a_key_that_an_earlier_version_did_not_have_had_its_default():
-    there = run_identity(Config())
+    stored = run_identity(Config())
     for group, name in (("model", "label_smoothing"), ("data", "validation"), ("optimizer", "min_lr")):
-        del there[group][name]
-    here = Config()
-    assert violations_of_identity(there, here, "run.dir", "here", "is of another run") == []
-    here.data.validation = 0.5
-    _, line = violations_of_identity(there, here, "run.dir", "here", "is of another run")
+        del stored[group][name]
+    config = Config()
+    assert violations_of_identity(stored, config, "run.dir", "here", "is of another run") == []
+    config.data.validation = 0.5
+    _, line = violations_of_identity(stored, config, "run.dir", "here", "is of another run")
     assert line.startswith("data.validation: 0.05 there, 0.5 here")
 
 
@@ -85,15 +85,16 @@ def test_what_may_change_exists_and_is_of_the_identity():
 
 
 def test_sources_of_a_mixture_may_be_at_other_places():
-    here, there = Config(), Config()
-    here.data.sources, there.data.sources = {"web": {"path": "x", "weight": 1}}, {"web": {"path": "y", "weight": 1}}
-    first, line = violations_of_identity(run_identity(there), here, "run.dir", "d", "holds another run")
+    config, stored = Config(), Config()
+    config.data.sources, stored.data.sources = {"web": {"path": "x", "weight": 1}}, {"web": {"path": "y", "weight": 1}}
+    first, line = violations_of_identity(run_identity(stored), config, "run.dir", "d", "holds another run")
     assert "resume.allow=[data.sources]" in first and line == "data.sources.web.path: y there, x here"
-    here.resume.allow = ["data.sources"]
-    assert violations_of_identity(run_identity(there), here, "run.dir", "d", "holds another run") == []
+    config.resume.allow = ["data.sources"]
+    assert violations_of_identity(run_identity(stored), config, "run.dir", "d", "holds another run") == []
 
 
 def test_differences():
-    there, here = {"a": {"b": 1, "c": [1]}, "d": 2, "e": None}, {"a": {"b": 1, "c": [2]}, "d": {"x": 1}, "f": {"g": 3}}
-    assert find_differences(there, here) == {"a.c": ([1], [2]), "d": (2, {"x": 1}), "f.g": (None, 3)}
-    assert find_differences(there, there) == {}
+    stored = {"a": {"b": 1, "c": [1]}, "d": 2, "e": None}
+    current = {"a": {"b": 1, "c": [2]}, "d": {"x": 1}, "f": {"g": 3}}
+    assert find_differences(stored, current) == {"a.c": ([1], [2]), "d": (2, {"x": 1}), "f.g": (None, 3)}
+    assert find_differences(stored, stored) == {}

@@ -45,9 +45,9 @@ def test_one_map_per_region():
     ],
 )  # fmt: skip
 def test_what_a_layout_gets_wrong(layout, lines):
-    found = mistakes("tensor=layout", "tensor.axes.rows=2", "tensor.axes.cols=2", f"tensor.layout={layout}")
-    assert len(found) == len(lines)
-    assert all(line in violation for violation, line in zip(found, lines, strict=True))
+    violations = mistakes("tensor=layout", "tensor.axes.rows=2", "tensor.axes.cols=2", f"tensor.layout={layout}")
+    assert len(violations) == len(lines)
+    assert all(line in violation for violation, line in zip(violations, lines, strict=True))
 
 
 def test_the_axes_of_a_layout_are_ordered_as_written():

@@ -65,7 +65,7 @@ def test_a_command_sets_the_rows_of_positions():
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_together_with_the_nearest_legal(entries, lines):
-    found = violations_of_configuration(ramp(*entries, length=64))
-    assert [line.replace(", ", " or ") for line in found] == [
+    violations = violations_of_configuration(ramp(*entries, length=64))
+    assert [line.replace(", ", " or ") for line in violations] == [
         f"train.length_ramp={line}".replace(", ", " or ") for line in lines
     ]

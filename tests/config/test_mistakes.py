@@ -106,8 +106,8 @@ def test_a_byte_that_the_locale_does_not_read_is_refused_with_the_locale_s_cure(
 
 @pytest.mark.parametrize(("argument", "line"), WRONG, ids=[argument for argument, _ in WRONG])
 def test_one_mistake_is_one_line(argument, line):
-    found = mistakes(argument)
-    assert len(found) == 1 and found[0].startswith(line) and "\n" not in found[0], found
+    violations = mistakes(argument)
+    assert len(violations) == 1 and violations[0].startswith(line) and "\n" not in violations[0], violations
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_one_mistake_is_one_line(argument, line):
     ],
 )  # fmt: skip
 def test_one_mistake_in_context_is_one_line(arguments, line):
-    found = mistakes(*arguments)
-    assert len(found) == 1 and found[0].startswith(line), found
+    violations = mistakes(*arguments)
+    assert len(violations) == 1 and violations[0].startswith(line), violations
 
 
 @pytest.mark.parametrize(("name", "near"), [("gpt_quik", "gpt_quick"), ("gpt176b", "gpt175b"), ("", "cluster_check")])

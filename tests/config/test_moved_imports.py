@@ -67,7 +67,7 @@ def test_the_command_is_refused_with_that_line(write, tmp_path):
                          "Causal")  # fmt: skip
 
 
-def found(path: str) -> bool:
+def is_importable(path: str) -> bool:
     """Whether a module, or a name in one, can be imported."""
     module, _, name = path.rpartition(".")
     try:
@@ -84,8 +84,8 @@ def found(path: str) -> bool:
 def test_the_table_says_where_all_is():
     """What has a row is not where it was, and is where the row says."""
     table = moved_imports.read_moved_paths()
-    assert [path for path in table if found(path)] == []
-    assert [path for path in table.values() if not found(path)] == []
+    assert [path for path in table if is_importable(path)] == []
+    assert [path for path in table.values() if not is_importable(path)] == []
 
 
 def test_what_the_door_exports_is_named_there():

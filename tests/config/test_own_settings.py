@@ -93,9 +93,9 @@ def test_every_function_takes_them(registered):
     assert lines(named, {"beta": 1.5}) == ["beta=1.5: must be >= 0 and < 1"]
     config = configured(named, {"beta": 0})
     complete_user_settings(config, {})
-    found = config.to_dict()[named.split(".")[0]][settings_key(named).split(".")[1]]
-    assert found == {"beta": 0.0, "times": 3, "words": [], "mode": "fast", "scale": None}
-    assert type(found["beta"]) is float  # as a typed 0.0
+    completed = config.to_dict()[named.split(".")[0]][settings_key(named).split(".")[1]]
+    assert completed == {"beta": 0.0, "times": 3, "words": [], "mode": "fast", "scale": None}
+    assert type(completed["beta"]) is float  # as a typed 0.0
     assert bind_settings_object(lambda settings: settings, named, "own", {"times": 4})() == Mine(times=4)
     assert Config.from_dict(config.to_dict()) == config  # as workers get it
 
@@ -129,8 +129,8 @@ def test_all_mistakes_come_together_with_those_of_other_keys():
     REGISTERED["train.loss"]()
     config = configured("optimizer.kind", {"beta": 2, "bta": 1})
     config.train.loss, config.train.loss_settings, config.train.steps = "own", {"times": "x"}, 0
-    found = [line.partition("=")[0] for line in violations_of_configuration(config)]
-    assert found == ["train.steps", "train.loss_settings.times", "optimizer.settings.beta", "optimizer.settings.bta"]
+    keys = [line.partition("=")[0] for line in violations_of_configuration(config)]
+    assert keys == ["train.steps", "train.loss_settings.times", "optimizer.settings.beta", "optimizer.settings.bta"]
 
 
 def test_what_the_dataclass_itself_refuses():
@@ -195,8 +195,8 @@ def test_a_source_of_a_mixture_has_its_own():
     assert [source.get("settings", {}).get("times") for source in config.data.sources.values()] == [5, 3, None]
     config.data.sources["a"]["settings"] = {"times": "many"}
     config.data.sources["c"]["settings"] = {"times": 1}
-    found = [line for line in violations_of_configuration(config) if "settings" in line]
-    assert found == [
+    violations = [line for line in violations_of_configuration(config) if "settings" in line]
+    assert violations == [
         "data.sources.a.settings.times=many: must be an integer; nearest legal: 3",
         "data.sources.c.settings.times=1: data.kind=text has no settings; nearest legal: data.kind=own",
     ]
@@ -205,16 +205,16 @@ def test_a_source_of_a_mixture_has_its_own():
 @pytest.mark.parametrize("registered", [named for named in REGISTERED if named != "documents"])
 def test_another_value_is_another_run(registered):
     REGISTERED[registered]()
-    here = configured(registered, {"beta": 0.9, "times": 3})
-    there = run_identity(configured(registered, {"beta": 0.5, "times": 3}))
+    config = configured(registered, {"beta": 0.9, "times": 3})
+    stored = run_identity(configured(registered, {"beta": 0.5, "times": 3}))
     place = f"{settings_key(registered)}.beta"
-    found = violations_of_identity(there, here, "run.dir", "run", "holds another run")
-    assert not violations_of_identity(run_identity(here), here, "run.dir", "run", "holds another run")
+    violations = violations_of_identity(stored, config, "run.dir", "run", "holds another run")
+    assert not violations_of_identity(run_identity(config), config, "run.dir", "run", "holds another run")
     if registered == "pipeline.kind":  # how it is executed, not what
-        assert not found
+        assert not violations
         return
-    assert found[1].startswith(f"{place}: 0.5 there, 0.9 here")
-    here.resume.allow = [settings_key(registered)]
+    assert violations[1].startswith(f"{place}: 0.5 there, 0.9 here")
+    config.resume.allow = [settings_key(registered)]
     free = registered not in ("model.kind", "data.objective")
-    assert bool(violations_of_identity(there, here, "run.dir", "run", "holds another run")) is not free
-    assert any("resume.allow" in line for line in violations_of_configuration(here)) is not free
+    assert bool(violations_of_identity(stored, config, "run.dir", "run", "holds another run")) is not free
+    assert any("resume.allow" in line for line in violations_of_configuration(config)) is not free

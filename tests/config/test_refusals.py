@@ -32,8 +32,8 @@ FOUND = [
 @pytest.mark.parametrize(("argument", "start"), FOUND, ids=[argument for argument, _ in FOUND])
 def test_found(argument, start):
     with pytest.raises(ConfigError) as error:
-        given = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False)
-        launch._plan_jobs(given, PhaseTimes())
+        options = Namespace(config_dir=None, overrides=["+experiment=gpt_quick", argument], multirun=False)
+        launch._plan_jobs(options, PhaseTimes())
     assert any(line.startswith(start) for line in error.value.violations)
 
 

@@ -49,8 +49,8 @@ def zstd(blocks: int, window: int, content: bytes = b"\n", last: bool = True, cl
     return ZSTD + head + b"".join(block)
 
 
-def skippable(size: int, there: int | None = None) -> bytes:
-    return struct.pack("<II", 0x184D2A50 + size % 16, size) + b"\0" * (size if there is None else there)
+def skippable(size: int, present: int | None = None) -> bytes:
+    return struct.pack("<II", 0x184D2A50 + size % 16, size) + b"\0" * (size if present is None else present)
 
 
 def deflated(draw: random.Random, level: int = 9) -> bytes:
@@ -97,14 +97,14 @@ def test_bombs_stay_within_their_bounds(tmp_path, count):
     done = subprocess.run(
         [sys.executable, "-c", READ, str(UNPACKED)], input="\n".join(map(str, names)), capture_output=True, text=True
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == count, done.stderr[-2000:]
-    first = found[0][3] << 10
-    for path, (_, size, said, _, peak) in zip(names, found, strict=True):
+    reads = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reads) == count, done.stderr[-2000:]
+    first = reads[0][3] << 10
+    for path, (_, size, said, _, peak) in zip(names, reads, strict=True):
         most = max(UNPACKED, data_files.RATIO * path.stat().st_size)
         assert size <= most, (path, size, most)
         assert (peak << 10) - first <= WINDOW + SLACK, (path, peak, said)
         assert not said or (said.startswith(f"data.path={path}: ") and said.isprintable() and len(said) < 600), said
-    refused = [said for _, _, said, _, _ in found if said]
+    refused = [said for _, _, said, _, _ in reads if said]
     assert any("unpacks to more than 300 times" in said for said in refused), refused
-    assert any(size for _, size, said, _, _ in found if not said), "none was read"
+    assert any(size for _, size, said, _, _ in reads if not said), "none was read"

@@ -33,8 +33,8 @@ def _build_together(data, barrier, results):
         return description
 
     SourceKind.write_cache_entry = slow
-    made = open_corpus(data, **SIZES)
-    results.put((made.digest, made.batch("train", 0, 4)["labels"].tolist()))
+    corpus = open_corpus(data, **SIZES)
+    results.put((corpus.digest, corpus.batch("train", 0, 4)["labels"].tolist()))
 
 
 def test_two_processes_may_build_one_entry_at_once(data):
@@ -229,9 +229,9 @@ def test_other_machines_find_it_in_a_shared_folder(data, tmp_path, monkeypatch, 
     monkeypatch.setattr(cache, "hash_blocks", None)
     writing(None)
     elsewhere = replace(data, path=str(tmp_path / "no such text"), cache=str(tmp_path / "no such cache"))
-    there = open_corpus(elsewhere, **SIZES, entry=first.entry)
-    assert there.digest == first.digest and there.sample_counts == first.sample_counts
-    assert np.array_equal(*(c.batch("train", 0, 9)["labels"] for c in (there, first)))
+    second = open_corpus(elsewhere, **SIZES, entry=first.entry)
+    assert second.digest == first.digest and second.sample_counts == first.sample_counts
+    assert np.array_equal(*(c.batch("train", 0, 9)["labels"] for c in (second, first)))
 
 
 @pytest.mark.parametrize("lost", ["cache", "run"])

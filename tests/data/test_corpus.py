@@ -197,7 +197,7 @@ def test_text_without_spaces_is_tokenised_in_linear_time():
     text = "".join(draw.choice("acgt") for _ in range(256_000))
     began = time.process_time()
     bpe = tokenizer.train_tokenizer([text, text], 300)
-    own = build_vocabulary(add_own_config({"tokenizer.json": bpe.to_str().encode()}), given=False)
+    own = build_vocabulary(add_own_config({"tokenizer.json": bpe.to_str().encode()}), pretrained=False)
     [ids] = tokenizer.encode_documents(own, [(0, text)])
     assert time.process_time() - began < 5.0
     assert bpe.decode(ids[1:].tolist()) == text

@@ -43,8 +43,8 @@ def test_work_is_counted_as_token_by_token(length):
 
 def test_rows_keep_their_documents_and_get_even():
     pieces, rows = packed(0)
-    found = even_rows(pieces, rows, LENGTH)
-    pairs = [(pieces[a:b], found[a:b]) for a, b in zip(rows[:-1], rows[1:], strict=True)]
+    evened = even_rows(pieces, rows, LENGTH)
+    pairs = [(pieces[a:b], evened[a:b]) for a, b in zip(rows[:-1], rows[1:], strict=True)]
     assert all(sorted(map(tuple, old)) == sorted(map(tuple, new)) for old, new in pairs)
     before, after = ([work_imbalance(pair[i][:, 1], LENGTH) for pair in pairs] for i in (0, 1))
     assert all(new <= old for old, new in zip(before, after, strict=True))

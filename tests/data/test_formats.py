@@ -215,13 +215,13 @@ def test_files_of_a_storage_are_read_where_they_are(tmp_path, text):
     for name in ("corpus/a.jsonl", "corpus/deep/b.jsonl", "corpus/c.bin"):
         with storage.open(name, "wb") as file:
             file.write(plain(tmp_path / "x.jsonl").read_bytes())
-    here = text(tmp_path / "x.jsonl")
+    local = text(tmp_path / "x.jsonl")
     try:
         assert documents(text("memory://corpus/a.jsonl")) == TEXTS
         assert documents(text("memory://corpus/*.jsonl")) == TEXTS
         assert documents(text("memory://corpus")) == TEXTS * 2
-        found, same = (open_corpus(d, length=32, vocab=400, seed=0) for d in (text("memory://corpus/a.jsonl"), here))
-        assert found.digest == same.digest  # what decides is what is in the files
+        remote, same = (open_corpus(d, length=32, vocab=400, seed=0) for d in (text("memory://corpus/a.jsonl"), local))
+        assert remote.digest == same.digest  # what decides is what is in the files
     finally:
         storage.rm("corpus", recursive=True)
 

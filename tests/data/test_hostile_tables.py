@@ -81,8 +81,10 @@ def test_a_child_that_dies_is_one_line_and_the_next_file_is_read(tmp_path):
     os.kill(parser.pid, signal.SIGSEGV)
     with pytest.raises(ConfigError, match=r"a.parquet: its parser died \(SIGSEGV\)"):
         list(pieces)
-    found = text_sources.read_documents([tmp_path / "b.parquet"], Data(kind="text", path=str(tmp_path / "b.parquet")))
-    assert len(list(found)) == 2000
+    documents = text_sources.read_documents(
+        [tmp_path / "b.parquet"], Data(kind="text", path=str(tmp_path / "b.parquet"))
+    )
+    assert len(list(documents)) == 2000
 
 
 def test_children_are_used_again(tmp_path):

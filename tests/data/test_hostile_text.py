@@ -101,8 +101,8 @@ def test_lines_end_at_line_feeds(tmp_path):
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b").write_bytes(text.encode())
     data = Data(kind="pairs", path=str(tmp_path / "a"), target_path=str(tmp_path / "b"))
-    found = [a for a, _ in text_sources.read_pairs(text_sources.find_pair_files(data), data)]
-    assert found == ["a", "b", "c\rd\x0be\u2028f", "g"]
+    sources = [a for a, _ in text_sources.read_pairs(text_sources.find_pair_files(data), data)]
+    assert sources == ["a", "b", "c\rd\x0be\u2028f", "g"]
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a,[{", "score": NaN}\n{"text": "b", "n": 1e999, "n": 2}\n')
     assert [piece for _, piece in text_sources.read_documents([file], Data(kind="text", path=str(file)))] == [
@@ -112,8 +112,8 @@ def test_lines_end_at_line_feeds(tmp_path):
 
 
 def entry(data) -> Path:
-    (found,) = Path(data.cache).iterdir()
-    return found
+    (folder,) = Path(data.cache).iterdir()
+    return folder
 
 
 def put(*keys, value):
@@ -168,7 +168,7 @@ class Built(Exception):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def corpora(tmp_path_factory):
     """One corpus of text and one of pairs, in caches."""
     root = tmp_path_factory.mktemp("made")
     (root / "a.txt").write_text("".join(f"line {i} of text: {i * i} sheep\n" for i in range(300)))
@@ -181,14 +181,14 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def copies(made, tmp_path, writing):
+def copies(corpora, tmp_path, writing):
     """Those corpora, in caches of this test's own. Building one again raises Built."""
 
     def refuse(*_):
         raise Built
 
     writing(refuse)
-    copied = [replace(data, cache=shutil.copytree(data.cache, tmp_path / data.kind)) for data in made]
+    copied = [replace(data, cache=shutil.copytree(data.cache, tmp_path / data.kind)) for data in corpora]
     open_corpus(copied[0], **SIZES), open_corpus(copied[1], **PAIRS)  # as they are they will do
     return copied
 

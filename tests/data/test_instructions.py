@@ -94,8 +94,8 @@ def test_only_answers_are_learned(talks):
     answers = ["".join(f"{m['content']}<|im_end|>\n" for m in talk if m["role"] == "assistant") for talk in TALKS]
     assert sorted(learned(corpus) + learned(corpus, "validation")) == sorted(answers)
     batch = corpus.batch("train", 0, corpus.sample_counts["train"])
-    found = [corpus.decode(row[row >= 0].tolist()) for row in batch["labels"]]
-    assert "How" not in "".join(found) and sum(text.count("baa") for text in found) == len(learned(corpus))
+    texts = [corpus.decode(row[row >= 0].tolist()) for row in batch["labels"]]
+    assert "How" not in "".join(texts) and sum(text.count("baa") for text in texts) == len(learned(corpus))
     for row, labels in zip(batch["tokens"], batch["labels"], strict=True):  # a label is the token behind it
         assert all(label == row[i + 1] for i, label in enumerate(labels[:-1]) if label >= 0 and row[i + 1] >= 0)
     assert corpus.predicted("train", 0, 3) == (batch["labels"][:3] >= 0).sum()
@@ -164,11 +164,11 @@ def test_wrong_records_are_refused_with_their_line(talks, tmp_path, name):
 
 def test_what_shows_at_once(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    given = Data(kind="instructions", path=str(tmp_path / "a.txt"), field="messages")
-    assert "no file of records" in violations_of_sources(given)[0]
-    assert "needs a file of records" in violations_of_sources(replace(given, path=""))[0]
+    data = Data(kind="instructions", path=str(tmp_path / "a.txt"), field="messages")
+    assert "no file of records" in violations_of_sources(data)[0]
+    assert "needs a file of records" in violations_of_sources(replace(data, path=""))[0]
     (tmp_path / "a.jsonl").write_text('{"a": 1}')
-    [line] = violations_of_sources(replace(given, path=str(tmp_path / "a.jsonl")))
+    [line] = violations_of_sources(replace(data, path=str(tmp_path / "a.jsonl")))
     assert "line 1 has no messages" in line and "its fields: a" in line
 
 
@@ -183,8 +183,8 @@ def test_damaged_entries_are_made_again(talks):
         raw = bytearray(file.read_bytes())
         raw[len(raw) // 2] ^= 1
         file.write_bytes(raw)
-        found = open_corpus(talks, **SHAPE).batch("train", 0, 6)
-        assert all(np.array_equal(found[name], rows) for name, rows in wanted.items()), file.name
+        batch = open_corpus(talks, **SHAPE).batch("train", 0, 6)
+        assert all(np.array_equal(batch[name], rows) for name, rows in wanted.items()), file.name
         assert file.read_bytes() != raw, file.name
 
 
@@ -228,20 +228,20 @@ def rows_at(tmp_path, rows, **keys):
 
 def written(corpus) -> set[str]:
     """The documents of both splits, as text."""
-    found = set()
+    documents = set()
     for stream in corpus.parts[0].streams.values():
         tokens = stream.tokens
         for start, end in zip(tokens.starts, [*tokens.starts[1:], len(tokens)], strict=True):
-            found.add(corpus.decode(tokens[np.arange(start, end)].tolist()))
-    return found
+            documents.add(corpus.decode(tokens[np.arange(start, end)].tolist()))
+    return documents
 
 
 def test_conversations_of_sharegpt(talks, tmp_path):
     roles = {"system": "system", "user": "human", "assistant": "gpt"}
     rows = [{"conversations": [{"from": roles[m["role"]], "value": m["content"]} for m in talk]} for talk in TALKS]
-    found = open_corpus(rows_at(tmp_path, rows, field="conversations"), **SHAPE)
-    assert written(found) == written(open_corpus(talks, **SHAPE))
-    assert sorted(learned(found)) == sorted(learned(open_corpus(talks, **SHAPE)))
+    corpus = open_corpus(rows_at(tmp_path, rows, field="conversations"), **SHAPE)
+    assert written(corpus) == written(open_corpus(talks, **SHAPE))
+    assert sorted(learned(corpus)) == sorted(learned(open_corpus(talks, **SHAPE)))
 
 
 ALPACA = [

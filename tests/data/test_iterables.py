@@ -34,11 +34,11 @@ def test_texts_are_those_of_a_file(registered, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     plain = Data(kind="text", path=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
     wanted = open_corpus(plain, **SHAPE).batch("train", 0, 40)
-    found = open_corpus(registered(lambda data: iter([*TEXTS, ""])), **SHAPE)
-    assert all(np.array_equal(rows, wanted[name]) for name, rows in found.batch("train", 0, 40).items())
-    again = open_corpus(registered(lambda data: TEXTS), **SHAPE, entry=found.entry)
-    assert again.digest == found.digest
-    assert open_corpus(registered(lambda data: TEXTS[1:]), **SHAPE).digest != found.digest
+    corpus = open_corpus(registered(lambda data: iter([*TEXTS, ""])), **SHAPE)
+    assert all(np.array_equal(rows, wanted[name]) for name, rows in corpus.batch("train", 0, 40).items())
+    again = open_corpus(registered(lambda data: TEXTS), **SHAPE, entry=corpus.entry)
+    assert again.digest == corpus.digest
+    assert open_corpus(registered(lambda data: TEXTS[1:]), **SHAPE).digest != corpus.digest
 
 
 def test_tokens_keep_their_documents(registered):

@@ -51,8 +51,8 @@ def test_a_pattern_names_the_files_that_glob_finds(place, files, parts, absolute
     os.chdir(root)
     try:
         wanted = str(root / pattern) if absolute else pattern
-        found = data_files._glob_paths(Path(wanted))
-        assert [p for p in found if p.is_file()] == sorted(
+        paths = data_files._glob_paths(Path(wanted))
+        assert [p for p in paths if p.is_file()] == sorted(
             {Path(p) for p in glob.glob(wanted, recursive=True) if os.path.isfile(p)}
         )
     finally:
@@ -100,9 +100,9 @@ def pipe(tmp_path):
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["text", "tokens", "pairs", "instructions"])
 def test_pipes_and_devices_are_refused_under_any_url(pipe, url, kind):
-    found = violations_of_sources(Data(kind=kind, path=url.format(pipe), validation=0.0), vocab=400)
-    assert found and "is a pipe or a device, and a regular file or a folder is needed" in found[0]
-    assert found[0].startswith("data.path=")
+    violations = violations_of_sources(Data(kind=kind, path=url.format(pipe), validation=0.0), vocab=400)
+    assert violations and "is a pipe or a device, and a regular file or a folder is needed" in violations[0]
+    assert violations[0].startswith("data.path=")
     assert "pipe or a device" in find_protocol_fault(url.format(pipe), writing=False)
 
 

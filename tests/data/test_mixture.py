@@ -56,12 +56,12 @@ def test_the_order_of_turns_never_changes():
 GOLDEN = [0, 2, 0, 2, 0, 1, 0, 2, 0, 2, 0, 1]
 
 
-def sources(*given: dict) -> list[DataSource]:
-    return [DataSource(f"s{i}", Data(kind="text"), **more) for i, more in enumerate(given)]
+def sources(*entries: dict) -> list[DataSource]:
+    return [DataSource(f"s{i}", Data(kind="text"), **more) for i, more in enumerate(entries)]
 
 
 @pytest.mark.parametrize(
-    ("given", "sizes", "expected"),
+    ("entries", "sizes", "expected"),
     [
         ([{}], [70], [1]),
         ([{"weight": 0.3}], [70], [1]),
@@ -72,8 +72,8 @@ def sources(*given: dict) -> list[DataSource]:
         ([{"weight": 1e-9}, {"weight": 1}], [7, 7], [1, 1048576]),  # none is lost
     ],
 )
-def test_shares(given, sizes, expected):
-    assert compute_shares(sources(*given), sizes) == expected
+def test_shares(entries, sizes, expected):
+    assert compute_shares(sources(*entries), sizes) == expected
 
 
 class Numbers:
@@ -91,8 +91,8 @@ class Numbers:
 
 def corpus_of(sizes: list[int], parts: list[int], seed: int, length: int = 4) -> Corpus:
     streams = [{"train": Numbers(i, n), "validation": Numbers(i, 9)} for i, n in enumerate(sizes)]
-    found = tuple(SourceTokens(f"s{i}", stream, f"digest {i}") for i, stream in enumerate(streams))
-    return Corpus(10**7, Causal(length), seed, found, tuple(parts))
+    tokens = tuple(SourceTokens(f"s{i}", stream, f"digest {i}") for i, stream in enumerate(streams))
+    return Corpus(10**7, Causal(length), seed, tokens, tuple(parts))
 
 
 @st.composite
@@ -165,8 +165,8 @@ def two(tmp_path, words):
         for i in range(20):
             text = words(i + 100 * (name == "b"))
             (folder / f"{i:02}{ending}").write_text(text if name == "a" else json.dumps({"body": text}))
-    given = {"a": {"path": str(tmp_path / "a")}, "b": {"path": str(tmp_path / "b"), "field": "body"}}
-    return Data(kind="mixture", sources=given, validation=0.1, cache=str(tmp_path / "cache"))
+    entries = {"a": {"path": str(tmp_path / "a")}, "b": {"path": str(tmp_path / "b"), "field": "body"}}
+    return Data(kind="mixture", sources=entries, validation=0.1, cache=str(tmp_path / "cache"))
 
 
 def test_one_tokenizer_and_an_entry_for_each(two, tmp_path, writing):
@@ -199,8 +199,8 @@ def test_other_machines_find_all_of_it_in_a_shared_folder(two, tmp_path, writing
     corpus = open_corpus(two, **SIZES, shared=tmp_path / "run")
     writing(None)
     away = replace(two, cache=str(tmp_path / "no such cache"))
-    there = open_corpus(away, **SIZES, entry=corpus.entry)
-    assert corpus.entry.parent == tmp_path / "run" and there.digest == corpus.digest
+    second = open_corpus(away, **SIZES, entry=corpus.entry)
+    assert corpus.entry.parent == tmp_path / "run" and second.digest == corpus.digest
     one = replace(two, sources={"a": two.sources["a"]})
     with pytest.raises(OSError, match="is not what the driver has found there"):
         open_corpus(one, **SIZES, entry=corpus.entry)
@@ -269,8 +269,8 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_mistakes_are_named_by_their_keys(what):
-    given, expected = WRONG[what]
-    lines = violations_of_sources(Data(kind="mixture", sources=given))
+    entries, expected = WRONG[what]
+    lines = violations_of_sources(Data(kind="mixture", sources=entries))
     assert any(line.startswith(expected) for line in lines), lines
     assert all(line.isprintable() for line in lines)
 

@@ -132,9 +132,9 @@ class Strange(Causal):
     wrong = ("labels", 300)
 
     def batch(self, stream, index, keys):
-        found = {name: rows.copy() for name, rows in super().batch(stream, index, keys).items()}
-        found[self.wrong[0]][index == 5, 3] = self.wrong[1]
-        return found
+        arrays = {name: rows.copy() for name, rows in super().batch(stream, index, keys).items()}
+        arrays[self.wrong[0]][index == 5, 3] = self.wrong[1]
+        return arrays
 
 
 STRANGE = [("labels", 10**9), ("labels", 300), ("tokens", -7), ("tokens", 300), ("begins", 16), ("positions", -2)]
@@ -159,8 +159,8 @@ def test_a_label_where_the_tokens_are_padding_is_refused(monkeypatch):
     """The model would learn from the embedding of token 0."""
 
     def batch(self, stream, index, keys):
-        found = Causal.batch(self, stream, index, keys)
-        return {**found, "tokens": np.where((index == 5)[:, None] & (np.arange(16) == 3), -1, found["tokens"])}
+        arrays = Causal.batch(self, stream, index, keys)
+        return {**arrays, "tokens": np.where((index == 5)[:, None] & (np.arange(16) == 3), -1, arrays["tokens"])}
 
     kind = type("Own", (Causal,), {"batch": batch})
     monkeypatch.setitem(OBJECTIVES, "strange", lambda shape: kind(shape.length, shape.special))

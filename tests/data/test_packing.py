@@ -73,30 +73,30 @@ STREAM = DocumentStream(np.arange(100, 110), STARTS)
 def causal(stream, length, *, within=True, special=NONE):
     goal = Causal(length, special, within)
     count = goal.samples(stream)
-    found = goal.batch(stream, np.arange(count), np.zeros(count, np.uint64))
-    assert goal.predicted(stream, np.arange(count)) == (found["labels"] >= 0).sum()
-    return {name: rows.tolist() for name, rows in found.items()}
+    batch = goal.batch(stream, np.arange(count), np.zeros(count, np.uint64))
+    assert goal.predicted(stream, np.arange(count)) == (batch["labels"] >= 0).sum()
+    return {name: rows.tolist() for name, rows in batch.items()}
 
 
 def test_windows_that_keep_documents_apart():
     """No index token: what follows a document's last token is not predicted from it."""
-    found = causal(STREAM, 9)
-    assert found["tokens"] == [list(range(100, 109))]
-    assert found["labels"] == [[101, 102, -1, 104, 105, 106, 107, -1, 109]]
-    assert found["begins"] == [[0, 0, 0, 3, 3, 3, 3, 3, 8]]
-    assert found["positions"] == [[0, 1, 2, 0, 1, 2, 3, 4, 0]]
+    batch = causal(STREAM, 9)
+    assert batch["tokens"] == [list(range(100, 109))]
+    assert batch["labels"] == [[101, 102, -1, 104, 105, 106, 107, -1, 109]]
+    assert batch["begins"] == [[0, 0, 0, 3, 3, 3, 3, 3, 8]]
+    assert batch["positions"] == [[0, 1, 2, 0, 1, 2, 3, 4, 0]]
     assert causal(STREAM, 9, within=False)["labels"] == [list(range(101, 110))]
 
 
 def test_packed_rows():
     pieces, rows = best_fit(np.append(STARTS, 10), 6)
     packed = PackedStream(STREAM, pieces, rows)
-    found = causal(packed, 6)
-    assert found["tokens"] == [[100, 101, 102, 108, 109, -1], [103, 104, 105, 106, 107, -1]]
-    assert found["labels"] == [[101, 102, -1, 109, -1, -1], [104, 105, 106, 107, -1, -1]]
-    assert found["begins"] == [[0, 0, 0, 3, 3, 5], [0, 0, 0, 0, 0, 5]]
-    assert found["positions"] == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0]]
-    assert causal(packed, 6, within=False)["labels"] == found["labels"]  # what follows in the row is another document
+    batch = causal(packed, 6)
+    assert batch["tokens"] == [[100, 101, 102, 108, 109, -1], [103, 104, 105, 106, 107, -1]]
+    assert batch["labels"] == [[101, 102, -1, 109, -1, -1], [104, 105, 106, 107, -1, -1]]
+    assert batch["begins"] == [[0, 0, 0, 3, 3, 5], [0, 0, 0, 0, 0, 5]]
+    assert batch["positions"] == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0]]
+    assert causal(packed, 6, within=False)["labels"] == batch["labels"]  # what follows in the row is another document
 
 
 def test_what_ends_a_document_is_predicted():
@@ -104,15 +104,15 @@ def test_what_ends_a_document_is_predicted():
     one = np.array([0, 5, 6, 0, 7, 8, 9])
     assert causal(one, 6, special=SpecialIds())["labels"] == [[5, 6, 0, 7, 8, 9]]
     two = np.array([1, 2, 5, 6, 1, 2, 7, 8])  # 1 ends, 2 begins
-    found = causal(two, 7, special=SpecialIds((1, 2), 2))
-    assert found["labels"] == [[-1, 5, 6, 1, -1, 7, 8]] and found["begins"] == [[0, 1, 1, 1, 1, 5, 5]]
+    batch = causal(two, 7, special=SpecialIds((1, 2), 2))
+    assert batch["labels"] == [[-1, 5, 6, 1, -1, 7, 8]] and batch["begins"] == [[0, 1, 1, 1, 1, 5, 5]]
 
 
 def test_a_piece_of_a_document_predicts_its_next_token():
     pieces, rows = best_fit(np.array([0, 10]), 4)
-    found = causal(PackedStream(DocumentStream(np.arange(10), np.array([0])), pieces, rows), 4)
-    assert found["labels"] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, -1, -1, -1]]
-    assert found["begins"][2] == [0, 0, 2, 2] and found["begins"][1] == [0, 0, 0, 0]
+    batch = causal(PackedStream(DocumentStream(np.arange(10), np.array([0])), pieces, rows), 4)
+    assert batch["labels"] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, -1, -1, -1]]
+    assert batch["begins"][2] == [0, 0, 2, 2] and batch["begins"][1] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("front", [(0,), (1, 2)])
@@ -130,13 +130,15 @@ def test_rows_that_teach_nothing_are_not_made(tmp_path, front, overlong, caplog)
         every = PackedStream(stream, *best_fit(starts, LENGTH, overlong))
         labels = np.array(causal(every, LENGTH, special=special)["labels"])
         taught = (labels >= 0).any(1)
-        made = packing.pack_streams({"train": stream}, tmp_path / str(seed), LENGTH, front[-1], overlong, end=front[0])
+        streams = packing.pack_streams(
+            {"train": stream}, tmp_path / str(seed), LENGTH, front[-1], overlong, end=front[0]
+        )
         wanted = labels[taught] if taught.any() else labels
-        assert causal(made["train"], LENGTH, special=special)["labels"] == wanted.tolist()
-        assert made["train"].left_out == len(labels) - len(wanted)
-        left += made["train"].left_out
-        if made["train"].left_out:
-            assert f"{made['train'].left_out} of {len(labels)} rows teach nothing and are left out" in caplog.text
+        assert causal(streams["train"], LENGTH, special=special)["labels"] == wanted.tolist()
+        assert streams["train"].left_out == len(labels) - len(wanted)
+        left += streams["train"].left_out
+        if streams["train"].left_out:
+            assert f"{streams['train'].left_out} of {len(labels)} rows teach nothing and are left out" in caplog.text
     assert left
 
 
@@ -153,12 +155,12 @@ def records(tmp_path):
 def test_every_token_of_an_epoch_comes_once(records):
     corpus = open_corpus(records, length=LENGTH, vocab=61, seed=1)
     count = corpus.sample_counts["train"]
-    there = corpus.batch("train", 0, count)
+    epoch = corpus.batch("train", 0, count)
     stream = corpus.parts[0].streams["train"]
-    assert sorted(there["tokens"][there["tokens"] >= 0]) == sorted(stream[np.arange(len(stream))])
+    assert sorted(epoch["tokens"][epoch["tokens"] >= 0]) == sorted(stream[np.arange(len(stream))])
     again = open_corpus(records, length=LENGTH, vocab=61, seed=1, entry=corpus.entry)
     for name, rows in again.batch("train", 3, 9).items():
-        assert np.array_equal(rows, there[name][3:9])
+        assert np.array_equal(rows, epoch[name][3:9])
     cut = open_corpus(replace(records, packing="cut"), length=LENGTH, vocab=61, seed=1)
     assert cut.digest == corpus.digest and cut.sample_counts["train"] < count
 
@@ -219,10 +221,10 @@ def test_a_packed_row_teaches_what_its_documents_teach_alone(records, positions)
 
 def test_what_tells_no_documents_apart_is_refused(tmp_path):
     np.arange(5000, dtype="<u2").tofile(tmp_path / "t.bin")
-    given = Data(kind="tokens", path=str(tmp_path / "t.bin"), cache=str(tmp_path / "cache"))
+    data = Data(kind="tokens", path=str(tmp_path / "t.bin"), cache=str(tmp_path / "cache"))
     for more in ({"packing": "best_fit"}, {"document_mask": True}):
         with pytest.raises(ConfigError, match=f"data.separator=-1: data.{[*more][0]} needs documents"):
-            open_corpus(replace(given, **more), length=LENGTH, vocab=5000, seed=0)
+            open_corpus(replace(data, **more), length=LENGTH, vocab=5000, seed=0)
 
 
 @pytest.mark.parametrize("seed", range(4))

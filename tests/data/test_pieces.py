@@ -21,8 +21,8 @@ LENGTH = 12
 def tokens(tmp_path: Path) -> Data:
     """Documents that begin with token 0, whose other tokens tell where they are in the stream."""
     np.where(np.arange(1000) % 17 == 0, 0, np.arange(1000)).astype("<u2").tofile(tmp_path / "t.bin")
-    given = {"path": str(tmp_path / "t.bin"), "cache": str(tmp_path / "cache"), "separator": 0, "validation": 0.0}
-    return Data(kind="tokens", **given)
+    fields = {"path": str(tmp_path / "t.bin"), "cache": str(tmp_path / "cache"), "separator": 0, "validation": 0.0}
+    return Data(kind="tokens", **fields)
 
 
 def opened(data: Data, length: int = LENGTH, **more) -> Corpus:
@@ -31,13 +31,13 @@ def opened(data: Data, length: int = LENGTH, **more) -> Corpus:
 
 def taken(corpus: Corpus, c: Config, steps: range) -> list[tuple[int, int]]:
     """The pairs (token, label) of training steps, in their order."""
-    found = []
+    pairs = []
     for step in steps:
         pieces = c.model.length // find_sequence_length(c, step)
         first, end = step_sample_range(c.train, step)
         rows = read_sequence_batch(corpus, "train", first * pieces, end * pieces, pieces)
-        found += zip(rows["tokens"].flatten().tolist(), rows["labels"].flatten().tolist(), strict=True)
-    return found
+        pairs += zip(rows["tokens"].flatten().tolist(), rows["labels"].flatten().tolist(), strict=True)
+    return pairs
 
 
 def test_pieces_by_hand():
@@ -80,9 +80,9 @@ def test_an_epoch_has_each_token_once_whatever_the_lengths(tokens, packing):
     count = corpus.sample_counts["train"]
     steps = range(1, -(-count // c.train.global_batch) + 1)
     assert steps[-1] > 9, "the last length is reached"
-    found = taken(corpus, c, steps)
-    assert found == taken(corpus, replace(c, train=replace(c.train, length_ramp=[])), steps)
-    epoch = found[: count * LENGTH]
+    pairs = taken(corpus, c, steps)
+    assert pairs == taken(corpus, replace(c, train=replace(c.train, length_ramp=[])), steps)
+    epoch = pairs[: count * LENGTH]
     last = count * LENGTH if packing == "cut" else 999
     words = [n for n in range(1, last) if n % 17]  # of which each is another token
     assert sorted(token for token, _ in epoch if token > 0) == words + [n for n in [last] if packing != "cut"]

@@ -79,14 +79,14 @@ def test_a_sample_says_which_answer_a_label_is_of(tmp_path):
         pairs = corpus.predicted(split, 0, rows)
         assert np.isclose(batch["label_weights"].sum(), pairs) and pairs == len(stream.references) // 2
         assert ((batch["paired"] >= 0) == (batch["labels"] >= 0)).all()
-        found = []
+        totals = []
         for answers, labels, references in zip(*(batch[n] for n in ("paired", "labels", "references")), strict=True):
             for answer in range(answers.max() + 1):
                 mine = answers == answer
-                found.append(references[mine].sum())
+                totals.append(references[mine].sum())
                 text = corpus.decode(labels[mine].tolist()).removesuffix("<|endoftext|>")
                 assert set(text) <= set("yes") if answer % 2 == 0 else text == "no"
-        assert sorted(found) == sorted(stream.references.tolist())
+        assert sorted(totals) == sorted(stream.references.tolist())
 
 
 @pytest.mark.parametrize("seed", range(8))

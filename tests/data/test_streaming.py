@@ -41,16 +41,16 @@ def source(tmp_path):
 @pytest.fixture
 def written(monkeypatch):
     """The first document of each block that is tokenised, in order."""
-    found, write = [], SourceKind.write_tokens
+    firsts, write = [], SourceKind.write_tokens
 
     def counted(kind, folder, vocabulary, vocab, parts):
         [(documents, _), rest] = parts
         documents = list(documents)  # none, of a head
-        found.extend(str(document) for _, document in documents[:1])
+        firsts.extend(str(document) for _, document in documents[:1])
         return write(kind, folder, vocabulary, vocab, [(iter(documents), 0), rest])
 
     monkeypatch.setattr(SourceKind, "write_tokens", counted)
-    return found
+    return firsts
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_each_epoch_has_every_sample_of_every_block_once(source):
     place, epochs = 0, []
     for _ in range(2):
         epochs.append([samples(corpus, (place := place + len(b)) - len(b), place) for b in blocks])
-        assert [sorted(found) for found in epochs[-1]] == [sorted(b) for b in blocks]
+        assert [sorted(rows) for rows in epochs[-1]] == [sorted(b) for b in blocks]
     first, second = epochs
     assert all(a != sorted(a) for a in first) and all(a != b for a, b in zip(first, second, strict=True))
     held = corpus.batch("validation", 0, corpus.count_samples("validation"))["tokens"]
@@ -137,17 +137,17 @@ def test_what_is_torn_is_made_again(source, no_thread, written):
 
 def test_a_block_is_tokenised_once_by_many(source, written):
     corpora = [open_corpus(source, **SHAPE) for _ in range(4)]
-    found = {}
+    by_thread = {}
 
     def read(number):
-        found[number] = samples(corpora[number], 0, 500)
+        by_thread[number] = samples(corpora[number], 0, 500)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 4 and all(rows == found[0] for rows in found.values())
+    assert len(by_thread) == 4 and all(rows == by_thread[0] for rows in by_thread.values())
     assert len(written) == len(set(written))
 
 
@@ -157,8 +157,8 @@ def test_a_block_that_one_process_is_done_with_is_there_for_the_others(source, m
     wanted = samples(open_corpus(source, **SHAPE), 0, 1500)
     corpora = [open_corpus(source, **SHAPE) for _ in range(4)]
     with ThreadPoolExecutor(len(corpora)) as threads:
-        found = threads.map(lambda c: [row for i in range(0, 1500, 20) for row in samples(c, i, i + 20)], corpora)
-        assert all(rows == wanted for rows in found)
+        passes = threads.map(lambda c: [row for i in range(0, 1500, 20) for row in samples(c, i, i + 20)], corpora)
+        assert all(rows == wanted for rows in passes)
 
 
 def test_a_long_document_is_cut(tmp_path, no_thread):
@@ -173,8 +173,8 @@ def test_a_long_document_is_cut(tmp_path, no_thread):
     while not ends[-1].is_last:
         ends.append(stream._find_block_end(len(ends)))
     assert len(ends) > 1
-    found = samples(corpus, 0, ends[-1].samples)
-    assert len(set(found)) == len(found) > len(text) / 16 / 4
+    rows = samples(corpus, 0, ends[-1].samples)
+    assert len(set(rows)) == len(rows) > len(text) / 16 / 4
 
 
 FORMS = {
@@ -215,8 +215,8 @@ def test_documents_of_ones_own(monkeypatch, tmp_path, no_thread):
     data = Data(kind="own", streaming=True, block=BLOCK, validation=0, cache=str(tmp_path / "cache"))
     corpus = open_corpus(data, **SHAPE)
     blocks = [rows_of(corpus, texts) for texts in divided(TEXTS)]
-    found = samples(corpus, len(blocks[0]), len(blocks[0]) + len(blocks[1]))
-    assert sorted(found) == sorted(blocks[1])
+    rows = samples(corpus, len(blocks[0]), len(blocks[0]) + len(blocks[1]))
+    assert sorted(rows) == sorted(blocks[1])
 
 
 def test_in_a_mixture_a_stream_has_the_order_that_it_has_alone(source, tmp_path, no_thread):
@@ -227,9 +227,9 @@ def test_in_a_mixture_a_stream_has_the_order_that_it_has_alone(source, tmp_path,
     corpus = open_corpus(data, **SHAPE)
     alone = replace(source, tokenizer=str(corpus.entry / "tokenizer.json"))
     wanted = samples(open_corpus(alone, **SHAPE), 0, 300)
-    found = samples(corpus, 0, 400)
-    assert [row for row in found if row in set(wanted)] == wanted
-    assert sum(row not in set(wanted) for row in found) == 100
+    rows = samples(corpus, 0, 400)
+    assert [row for row in rows if row in set(wanted)] == wanted
+    assert sum(row not in set(wanted) for row in rows) == 100
 
 
 WRONG = {
@@ -268,8 +268,8 @@ def test_a_block_without_a_sample(source):
 
 def test_files_at_a_url(source, no_thread):
     wanted = samples(open_corpus(source, **SHAPE), 0, 300)
-    found = open_corpus(replace(source, path=f"file://{source.path}"), **SHAPE)
-    assert samples(found, 0, 300) == wanted
+    corpus = open_corpus(replace(source, path=f"file://{source.path}"), **SHAPE)
+    assert samples(corpus, 0, 300) == wanted
 
 
 def test_a_torn_file_is_named(source, no_thread):

@@ -25,10 +25,10 @@ DOCUMENTS = [np.arange(7 + 3 * i) * 13 % 400 for i in range(60)]
 ALL = np.concatenate(DOCUMENTS)
 
 
-def megatron(path: Path, found=DOCUMENTS, dtype: str = "<u2", code: int = 8) -> Path:
+def megatron(path: Path, documents=DOCUMENTS, dtype: str = "<u2", code: int = 8) -> Path:
     """As `IndexedDatasetBuilder` of Megatron-LM writes it, byte by byte; some documents of two sequences."""
-    sequences = [part for i, ids in enumerate(found) for part in (np.split(ids, [3]) if i % 5 == 0 else [ids])]
-    bounds = np.cumsum([0, *(2 if i % 5 == 0 else 1 for i in range(len(found)))])
+    sequences = [part for i, ids in enumerate(documents) for part in (np.split(ids, [3]) if i % 5 == 0 else [ids])]
+    bounds = np.cumsum([0, *(2 if i % 5 == 0 else 1 for i in range(len(documents)))])
     path.write_bytes(np.concatenate(sequences).astype(dtype).tobytes())
     sizes = np.array([len(s) for s in sequences], "<i4")
     head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(bounds))
@@ -38,8 +38,8 @@ def megatron(path: Path, found=DOCUMENTS, dtype: str = "<u2", code: int = 8) -> 
     return path
 
 
-def raw(path: Path, found=DOCUMENTS, dtype: str = "<u2") -> Path:
-    path.write_bytes(np.concatenate(found).astype(dtype).tobytes())
+def raw(path: Path, documents=DOCUMENTS, dtype: str = "<u2") -> Path:
+    path.write_bytes(np.concatenate(documents).astype(dtype).tobytes())
     return path
 
 
@@ -74,15 +74,15 @@ def test_every_format_holds_the_same_tokens(tmp_path, tokens, write, dtype):
     assert np.array_equal(whole(corpus), ALL)
     batch = corpus.batch("train", 0, 7)
     assert batch["tokens"].dtype == np.int64 and np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
-    there = sorted(p.name for p in corpus.entry.iterdir())
-    assert there == ["blocks.bin", "meta.json", "starts.bin"]  # nothing is copied
+    files = sorted(p.name for p in corpus.entry.iterdir())
+    assert files == ["blocks.bin", "meta.json", "starts.bin"]  # nothing is copied
 
 
 def test_the_index_says_where_documents_begin(tmp_path, tokens):
     corpus = open_corpus(tokens(megatron(tmp_path / "x.bin")), **SIZES)
     train, held = (corpus.parts[0].streams[s] for s in ("train", "validation"))
-    found = [*split_documents(train, -1), *split_documents(held, -1)]
-    assert all(np.array_equal(a, b) for a, b in zip(found, DOCUMENTS, strict=True))  # none is cut by the split
+    documents = [*split_documents(train, -1), *split_documents(held, -1)]
+    assert all(np.array_equal(a, b) for a, b in zip(documents, DOCUMENTS, strict=True))  # none is cut by the split
     assert 0 < len(held) <= 0.1 * len(ALL)
 
 
@@ -111,8 +111,8 @@ def test_files_of_their_own_are_held_out(tmp_path, tokens):
 
 @given(st.lists(st.lists(st.integers(0, 70_000), min_size=1, max_size=9), min_size=1, max_size=20), st.data())
 @settings(max_examples=40, deadline=None)
-def test_joined_tokens_are_the_concatenation(found, draw):
-    arrays = [np.array(ids) for ids in found]
+def test_joined_tokens_are_the_concatenation(documents, draw):
+    arrays = [np.array(ids) for ids in documents]
     together = np.concatenate(arrays)
     start = draw.draw(st.integers(0, len(together) - 1))
     end = draw.draw(st.integers(start + 1, len(together)))
@@ -124,17 +124,17 @@ def test_joined_tokens_are_the_concatenation(found, draw):
 @pytest.mark.parametrize("vocab", [400, 70_000])
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_is_written_reads_back(tmp_path, name, vocab):
-    found = [*DOCUMENTS, np.array([vocab - 1])]
-    WRITERS[name](tmp_path / "x", iter(found), vocab)
+    documents = [*DOCUMENTS, np.array([vocab - 1])]
+    WRITERS[name](tmp_path / "x", iter(documents), vocab)
     back = locate_tokens(tmp_path / "x.bin", Data(kind="tokens"))
-    assert np.array_equal(back.map_tokens(), np.concatenate(found))
+    assert np.array_equal(back.map_tokens(), np.concatenate(documents))
     back.check_tokens(vocab, whole=True)
-    most, where = vocab - 1, np.concatenate(found).argmax()
+    most, where = vocab - 1, np.concatenate(documents).argmax()
     with pytest.raises(ConfigError, match=f"token {where} is {most}, and the model has {most};"):
         back.check_tokens(vocab - 1, whole=True)
     assert (back.starts is None) == (name == "nanogpt")
     if name == "megatron":
-        assert np.array_equal(back.starts, np.cumsum([0, *map(len, found)])[:-1])
+        assert np.array_equal(back.starts, np.cumsum([0, *map(len, documents)])[:-1])
 
 
 def test_a_file_too_long_to_be_read_before_starts_at_once(tmp_path, tokens):
@@ -213,8 +213,8 @@ def test_records_of_tokens_are_documents(tmp_path, tokens, name):
     data = replace(tokens(written(tmp_path / name)), field="input_ids")
     assert violations_of_sources(data) == []
     corpus = open_corpus(data, **SIZES)
-    found = [d.tolist() for s in ("train", "validation") for d in split_documents(corpus.parts[0].streams[s], -1)]
-    assert sorted(found) == sorted(ids.tolist() for ids in DOCUMENTS)
+    documents = [d.tolist() for s in ("train", "validation") for d in split_documents(corpus.parts[0].streams[s], -1)]
+    assert sorted(documents) == sorted(ids.tolist() for ids in DOCUMENTS)
     assert corpus.decode([5, 7]) == "<5> <7>"
 
 
@@ -343,8 +343,8 @@ def test_a_file_that_changes_is_another_corpus(tmp_path, tokens):
 def test_several_sources_of_tokens_mix_and_text_does_not_beside(tmp_path, tokens, words):
     raw(tmp_path / "a.bin"), megatron(tmp_path / "b.bin")
     (tmp_path / "c.txt").write_text(words(3))
-    given = {name: {"kind": "tokens", "path": str(tmp_path / f"{name}.bin")} for name in "ab"}
-    data = replace(tokens(""), kind="mixture", sources=given)
+    entries = {name: {"kind": "tokens", "path": str(tmp_path / f"{name}.bin")} for name in "ab"}
+    data = replace(tokens(""), kind="mixture", sources=entries)
     corpus = open_corpus(data, **SIZES)
     assert len(corpus.shares) == 2 and corpus.batch("train", 0, 8)["tokens"].shape == (8, 16)
     again = open_corpus(data, **SIZES, entry=corpus.entry)

@@ -49,9 +49,9 @@ def moves(name: str, dims: Sequence[str], steps: Sequence[RelayoutStep]) -> list
 
 def answer(equation: str) -> tuple[str, str]:
     """Return what the rule moves for an equation, forward and backward. Raises ValueError for an illegal layout."""
-    found = _EQUATION.fullmatch(equation)
-    assert found, equation
-    parts = found.groups()
+    match = _EQUATION.fullmatch(equation)
+    assert match, equation
+    parts = match.groups()
     out, *inputs = (tensor(*parts[i : i + 3]) for i in (0, 3, 6))
     c = contract_layouts([(dims, layout, name in PARAMETERS) for name, dims, layout in inputs], out[1:])
     ways: list[tuple[Tensor, Conversion]] = [*zip(inputs, c.inputs, strict=True), (out, c.output)]
@@ -82,8 +82,8 @@ def printed(arguments: str, pattern: str) -> str:
 
 def generate(page: str) -> str:
     """Return the page with every generated part made anew."""
-    page = _RULE.sub(lambda found: table(found[1]), page)
-    return _COMMAND.sub(lambda found: f"{found[1]}{printed(found[2], found[3])}\n```", page)
+    page = _RULE.sub(lambda match: table(match[1]), page)
+    return _COMMAND.sub(lambda match: f"{match[1]}{printed(match[2], match[3])}\n```", page)
 
 
 if __name__ == "__main__":

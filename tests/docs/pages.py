@@ -34,20 +34,20 @@ def prose(page: Path) -> str:
 
 def typed(page: Path) -> list[Typed]:
     """Return the commands of a page's console blocks, and whole commands of ours in its prose."""
-    found = []
+    in_consoles = []
     for language, text in blocks(page):
         if language == "console":
             for part in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.M)[1:]:
                 command, *shown = part.rstrip("\n").split("\n")
-                found.append(Typed(page.name, re.sub(r" +", " ", command), tuple(shown)))
+                in_consoles.append(Typed(page.name, re.sub(r" +", " ", command), tuple(shown)))
     spans = re.findall(r"`(python -m platform\.(?:launch|plan) [^`]*)`", prose(page))
-    return found + [Typed(page.name, span) for span in spans if "NAME" not in span and "..." not in span]
+    return in_consoles + [Typed(page.name, span) for span in spans if "NAME" not in span and "..." not in span]
 
 
 def commands() -> list[Typed]:
     """Return every command once, with what is shown below it."""
-    found = [t for page in PAGES for t in typed(page)]
-    return list({(t.command, t.shown): t for t in reversed(found)}.values())[::-1]
+    all_typed = [t for page in PAGES for t in typed(page)]
+    return list({(t.command, t.shown): t for t in reversed(all_typed)}.values())[::-1]
 
 
 def files() -> dict[str, str]:

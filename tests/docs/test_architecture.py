@@ -24,11 +24,11 @@ def test_every_room_has_its_place():
 
 def test_an_import_is_an_arrow():
     """Negative control: another import is another picture, and one that follows from two others is none."""
-    found = imports()
-    assert "runtime imports data" in draw(found | {("runtime", "data")})
-    edges = arrows(found)
-    assert ("cluster", "train") in edges and ("train", "runtime") in found and ("train", "runtime") not in edges
-    assert draw(found - {("cluster", "train")}) != draw(found)
+    pairs = imports()
+    assert "runtime imports data" in draw(pairs | {("runtime", "data")})
+    edges = arrows(pairs)
+    assert ("cluster", "train") in edges and ("train", "runtime") in pairs and ("train", "runtime") not in edges
+    assert draw(pairs - {("cluster", "train")}) != draw(pairs)
 
 
 def test_imports_are_found_at_any_depth(tmp_path):

@@ -35,7 +35,7 @@ ROWS = [row for system in SYSTEMS for row in rows(system)]
 
 def sizes(theirs: str) -> dict[tuple[str, ...], int]:
     """Return the sizes that a row names: axes of the mesh -> the product of their sizes."""
-    return {axes: int(found[1]) for form, axes in SIZES.items() if (found := re.search(rf"(?<!expert_){form}", theirs))}
+    return {axes: int(match[1]) for form, axes in SIZES.items() if (match := re.search(rf"(?<!expert_){form}", theirs))}
 
 
 def check(theirs: str, keys: str) -> None:

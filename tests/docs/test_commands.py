@@ -53,9 +53,9 @@ FROM_WORKERS = re.compile(r" +step +loss|continues after|run directory:|what hap
 
 
 class Bench(NamedTuple):
-    """Surroundings of a command under test. `here`: its working directory."""
+    """Surroundings of a command under test. `folder`: its working directory."""
 
-    here: Path
+    folder: Path
     capfd: pytest.CaptureFixture[str]
     monkeypatch: pytest.MonkeyPatch
 
@@ -180,17 +180,17 @@ def writes_pythia(bench: Bench) -> None:
     config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 256}
     model = Model(**translate_config_json(config, ["lm_head.weight"]))
     shapes = {tensor.name: tensor.shape for tensor in list_stored_tensors(model, family)}
-    write_weights(bench.here / "mine" / "pythia", config, shapes)
+    write_weights(bench.folder / "mine" / "pythia", config, shapes)
 
 
 def trains_adapters(bench: Bench) -> None:
     """Train adapters of a small model for a step, under the names of a page."""
-    base = written(bench.here / "Qwen3-8B", "llama", tensors_of("llama"))
+    base = written(bench.folder / "Qwen3-8B", "llama", tensors_of("llama"))
     keys = "model=from_hf data=synthetic tune=lora tensor=serial parallel.data=1 train.steps=2 optimizer.warmup_steps=1"
     more = "cluster=inline train.global_batch=4 train.microbatch=2 eval.every=0 run.dir=mine/run"
     with bench.monkeypatch.context() as whole:
         whole.setattr(driver, "drive_run", DRIVE_RUN)
-        done = in_this_process(QUICK, *keys.split(), *more.split(), f"model.source={base}", cwd=bench.here)
+        done = in_this_process(QUICK, *keys.split(), *more.split(), f"model.source={base}", cwd=bench.folder)
     assert done.returncode == launch.DONE, done.stderr
 
 
@@ -218,7 +218,7 @@ def neutral(line: str) -> str:
 
 def prepares(typed: Typed, arguments: str, bench: Bench) -> None:
     """Run a command on data, with a cache of its own, or on the data of a kept run."""
-    bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.here / "cache"))
+    bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.folder / "cache"))
     if "runs/demo" in arguments:
         [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
         shutil.copytree(kept, "runs/demo")
@@ -267,7 +267,7 @@ def is_a_target(typed: Typed, arguments: str, bench: Bench) -> None:
 
 
 def is_shown(typed: Typed, arguments: str, bench: Bench) -> None:
-    assert (bench.here / arguments).read_text().splitlines() == list(typed.shown)
+    assert (bench.folder / arguments).read_text().splitlines() == list(typed.shown)
 
 
 def is_ray_s(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -335,17 +335,17 @@ def sends(typed: Typed, arguments: str, bench: Bench) -> None:
     [kept] = (ROOT / "tests").glob("commands/kept_runs/*/run")
     shutil.copytree(kept, directory)
     assert send_run([directory, *services]) == launch.DONE
-    out = bench.capfd.readouterr().out.replace(f"{bench.here}/", "")
+    out = bench.capfd.readouterr().out.replace(f"{bench.folder}/", "")
     assert out.splitlines() == list(typed.shown)
 
 
 def writers() -> dict[str, list[str]]:
     """Return the files that commands of the pages write as jobs, each with the words of its command."""
-    found = {}
+    words_by_file = {}
     for typed in COMMANDS:
         words = shlex.split(typed.command) if typed.command.startswith("python -m platform.jobs ") else []
-        found |= {words[i + 1]: words[3:i] for i, word in enumerate(words) if word == "--output"}
-    return found
+        words_by_file |= {words[i + 1]: words[3:i] for i, word in enumerate(words) if word == "--output"}
+    return words_by_file
 
 
 def submits(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -367,8 +367,8 @@ def builds(typed: Typed, arguments: str, bench: Bench) -> None:
 
 
 def names_files(typed: Typed, arguments: str, bench: Bench) -> None:
-    found = [word for word in shlex.split(arguments) if word.partition("/")[0] in FOLDERS]
-    assert found and all((ROOT / path).exists() for path in found)
+    paths = [word for word in shlex.split(arguments) if word.partition("/")[0] in FOLDERS]
+    assert paths and all((ROOT / path).exists() for path in paths)
 
 
 def names_a_module(typed: Typed, arguments: str, bench: Bench) -> None:
@@ -442,10 +442,10 @@ def test_a_command_does_what_is_shown(typed: Typed, bench: Bench):
         bench.monkeypatch.syspath_prepend(ROOT / "examples")  # PYTHONPATH=examples, as the page says
         writes_pythia(bench)
     if "qwen3_8b" in arguments or "my.jsonl" in arguments and "Qwen3-8B" in arguments:
-        write_model(bench.here / "Qwen3-8B")
+        write_model(bench.folder / "Qwen3-8B")
         [record] = [text for language, text in blocks(ROOT / "docs" / "fine-tune.md") if language == "text"]
-        write_talks(bench.here / "my.jsonl", record.strip())
-        bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.here / "cache"))
+        write_talks(bench.folder / "my.jsonl", record.strip())
+        bench.monkeypatch.setenv("XDG_CACHE_HOME", str(bench.folder / "cache"))
     check(typed, arguments, bench)
 
 

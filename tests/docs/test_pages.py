@@ -40,8 +40,8 @@ OPTIONS = {  # Hydra group -> the page whose table has a row for each of its opt
 
 def links(page: Path) -> list[Path]:
     """Return the files of ours that a page links to."""
-    found = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose(page))
-    return [(page.parent / path).resolve() for path in found]
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose(page))
+    return [(page.parent / path).resolve() for path in targets]
 
 
 def anchors(page: Path) -> set[str]:

@@ -18,8 +18,8 @@ def riddles(text: str) -> list[str]:
 
 
 def test_a_sentence_names_its_subject():
-    found = [f"{page.name}: {s}" for page in PAGES for s in riddles(prose(page))]
-    assert found == []
+    sentences = [f"{page.name}: {s}" for page in PAGES for s in riddles(prose(page))]
+    assert sentences == []
 
 
 @pytest.mark.parametrize(

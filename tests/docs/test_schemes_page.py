@@ -29,12 +29,12 @@ def test_a_row_is_what_its_command_prints(arguments, asks, weights, saved, moved
             make_plan(c)
         return
     plan = make_plan(c)
-    found = explain_plan(plan, build_model(c.model), moments=2, tiers={"node": 8})
+    explained = explain_plan(plan, build_model(c.model), moments=2, tiers={"node": 8})
     assert plan.mesh.world_size == (1 if arguments == "tensor=serial" else 8)
     numbers = (
-        sum(found["bytes_per_worker"].values()),
-        4 * sum(found["saved_elements_per_worker"].values()),
-        found["bytes_per_layer"],
+        sum(explained["bytes_per_worker"].values()),
+        4 * sum(explained["saved_elements_per_worker"].values()),
+        explained["bytes_per_layer"],
     )
     assert [cell.strip() for cell in (weights, saved, moved)] == [f"{n / 1e6:,.1f}" for n in numbers]
 

@@ -199,8 +199,8 @@ class FakeCrew(Crew):
 
     def arrive(self, count=None):
         """So many of those that start get ready."""
-        here, self._starting = self._starting[:count], self._starting[len(self._starting[:count]) :]
-        self.workers |= {number: FakeWorker(self, number) for number in here}
+        arrivals, self._starting = self._starting[:count], self._starting[len(self._starting[:count]) :]
+        self.workers |= {number: FakeWorker(self, number) for number in arrivals}
 
     def assign_ranks(self, job, numbers):
         assert not self.seated and len(set(numbers)) == len(numbers) == job.world_size

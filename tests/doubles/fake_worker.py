@@ -215,5 +215,5 @@ class OnAnotherNode(FakeWorker):
             return super().prove_environment(probe)
         self.run_dir = self.run_dir / "of-another-node"
         self.config.run.dir = str(self.run_dir)
-        found = super().prove_environment(probe)
-        return replace(found, node="n2", code={"platform": "0123"})
+        proof = super().prove_environment(probe)
+        return replace(proof, node="n2", code={"platform": "0123"})

@@ -43,17 +43,17 @@ def _who() -> str:
 def moment(name: str, last_words: Callable[[], Any] = lambda: None) -> None:
     """`last_words`: what is still done if it is the last one."""
     with _lock:
-        found = sorted(Path(os.environ[FOLDER]).glob("*.json"))
-        if not found:
+        orders = sorted(Path(os.environ[FOLDER]).glob("*.json"))
+        if not orders:
             return
-        what = json.loads(found[0].read_text())
+        what = json.loads(orders[0].read_text())
         if not re.fullmatch(what["who"], _who()) or not re.fullmatch(what["moment"], name):
             return
-        key = found[0].name, os.getpid()
+        key = orders[0].name, os.getpid()
         _seen[key] = _seen.get(key, 0) + 1
         if _seen[key] < what["number"]:
             return
-        found[0].rename(f"{found[0]}{DONE}")
+        orders[0].rename(f"{orders[0]}{DONE}")
         last_words()
         os.kill(os.getpid(), signal.SIGKILL)
 

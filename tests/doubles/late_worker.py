@@ -69,9 +69,9 @@ class SlowWorker(LateWorker):
     def step(self, step, *more):
         transfer = type(self.communicator).transfer.__get__(self.communicator)
 
-        def slowly(*given):
+        def slowly(*arguments):
             time.sleep(SECONDS * (step == STEP))
-            transfer(*given)
+            transfer(*arguments)
 
         self.communicator.transfer = slowly
         return super().step(step, *more)

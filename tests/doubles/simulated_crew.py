@@ -65,8 +65,8 @@ class SimulatedCrew(RemoteCrew):
             failed = False
             return values
         finally:
-            given = args if first == method else (first, *args)
-            self.calls.append(Call(self._call, method, given, begin, self.meter(), failed))
+            arguments = args if first == method else (first, *args)
+            self.calls.append(Call(self._call, method, arguments, begin, self.meter(), failed))
 
 
 class Nodes(Launcher):

@@ -47,25 +47,23 @@ class Stuck(RuntimeError):
 
 
 class Operation:
-    """What one rank has issued in a group: a collective of the kind `what`, or a message to or from `peer`. `given`:
+    """What one rank has issued in a group: a collective of the kind `what`, or a message to or from `peer`. `sent`:
     what it reads; `out`: what it writes, which is the `result` of what all members have read and of its index among
     them."""
 
-    def __init__(
-        self, rank: int, what: Any, queues: Queues, given: Memory, out: Memory, result: Result, peer: int = -1
-    ):
+    def __init__(self, rank: int, what: Any, queues: Queues, sent: Memory, out: Memory, result: Result, peer: int = -1):
         self.rank, self.what, self.queues, self.peer = rank, what, queues, peer
-        self.given, self.out, self.result = given, out, result
+        self.sent, self.out, self.result = sent, out, result
         self.done = False
 
     @torch.no_grad()
     def begin(self) -> None:
         """Read at once, and leave no number in what is to be written."""
-        before, self.given = self.given, content(self.given)
+        before, self.sent = self.sent, content(self.sent)
         for out in [self.out] if isinstance(self.out, Tensor) else self.out:
             out.data.copy_(no_number(out))  # unseen by autograd, as is all that happens in the background
         if self.what[0] == "all_gather":  # which reads where it writes, perhaps, and leaves there what it reads
-            before.data.copy_(self.given)
+            before.data.copy_(self.sent)
 
     @property
     def started(self) -> bool:
@@ -214,10 +212,10 @@ class World:
         wait for."""
         ready = []
         for rank in sorted(self.waiting):
-            if (queues := self.waiting[rank].queues) and (found := ready_in(queues)):
-                if all(o.rank in self.waiting and self.waiting[o.rank].queues is queues for o in found):
-                    return found
-                ready.append(found)
+            if (queues := self.waiting[rank].queues) and (runnable := ready_in(queues)):
+                if all(o.rank in self.waiting and self.waiting[o.rank].queues is queues for o in runnable):
+                    return runnable
+                ready.append(runnable)
         return ready[0] if ready else []
 
     @torch.no_grad()
@@ -225,7 +223,7 @@ class World:
         kinds = {o.what for o in operations if o.peer < 0}
         if len(kinds) > 1:
             return self.fail(RuntimeError(f"{[o.rank for o in operations]} call {kinds}"))
-        read = [content(o.given) for o in operations]
+        read = [content(o.sent) for o in operations]
         for i, o in enumerate(operations):
             write(o.out, o.result(read, i))
         for o in operations:
@@ -243,9 +241,7 @@ class World:
                 self.fail(cause)
             self._look()
 
-    def _issue(
-        self, group: Group | None, what: Any, given: Memory, out: Memory, result: Result, peer: int = -1
-    ) -> Work:
+    def _issue(self, group: Group | None, what: Any, sent: Memory, out: Memory, result: Result, peer: int = -1) -> Work:
         group, rank = group or self.here.default, self.here.rank
         if not group.connected and not self._connect(group, rank, peer):
             group = self._pair(group, rank, peer)
@@ -253,7 +249,7 @@ class World:
         key = ("messages", *pair) if peer >= 0 and not group.strict else "all"
         with self.changed:
             queues = group.queues[key]
-            queues[rank].append(operation := Operation(rank, what, queues, given, out, result, peer))
+            queues[rank].append(operation := Operation(rank, what, queues, sent, out, result, peer))
             if self.early:
                 operation.begin()
         if peer >= 0 and group.strict and pair not in group.opened:
@@ -281,10 +277,10 @@ class World:
     def init_process_group(self, backend, *, store, rank, world_size, timeout, device_id=None, pg_options=None):
         with self.changed:
             strict = backend == "nccl"
-            made = self.groups.setdefault(
+            world = self.groups.setdefault(
                 "world", Group(self, tuple(range(world_size)), strict, device_id == GPU or not strict)
             )
-        self.here.default = made
+        self.here.default = world
 
     def _together(self, what: str, asked: Any) -> int:
         """Hold this rank until the whole world has called this collective with the same arguments; return the number of
@@ -314,8 +310,8 @@ class World:
         return group if self.here.rank in members else None
 
     def new_subgroups_by_enumeration(self, lists, timeout=None):
-        made = [self.new_group(ranks) for ranks in lists]
-        return next((g for g in made if g), None), made
+        groups = [self.new_group(ranks) for ranks in lists]
+        return next((g for g in groups if g), None), groups
 
     def split_group(self, parent_pg=None, split_ranks=None, timeout=None):
         """Like torch's: one collective of the parent for all groups; None for a rank in none of them."""
@@ -362,42 +358,42 @@ class World:
 
     def batch_isend_irecv(self, ops):
         """Like torch's with one message there and one here, on every rank of a group: one operation, in one queue."""
-        there, here = ops
-        assert (there.op, here.op) == (self.isend, self.irecv)
-        at = (there.group or self.here.default).members.index(here.peer)
-        return [self._issue(there.group, "batch", there.x.detach(), here.x, lambda read, me: read[at])]
+        sending, receiving = ops
+        assert (sending.op, receiving.op) == (self.isend, self.irecv)
+        at = (sending.group or self.here.default).members.index(receiving.peer)
+        return [self._issue(sending.group, "batch", sending.x.detach(), receiving.x, lambda read, me: read[at])]
 
-    def _collective(self, group, what, given, out, result, async_op):
-        handle = self._issue(group, what, given, out, result)
+    def _collective(self, group, what, sent, out, result, async_op):
+        handle = self._issue(group, what, sent, out, result)
         return handle if async_op else handle.wait()
 
-    def all_gather(self, out, given, group=None, async_op=False):
-        what = "all_gather", given.numel()
-        return self._collective(group, what, given, out, lambda read, me: torch.cat(read), async_op)
+    def all_gather(self, out, sent, group=None, async_op=False):
+        what = "all_gather", sent.numel()
+        return self._collective(group, what, sent, out, lambda read, me: torch.cat(read), async_op)
 
-    def reduce_scatter(self, out, given, group=None, async_op=False):
+    def reduce_scatter(self, out, sent, group=None, async_op=False):
         n = out.numel()
         result = lambda read, me: summed([x[me * n :][:n] for x in read])  # noqa: E731
-        return self._collective(group, ("reduce_scatter", n), given, out, result, async_op)
+        return self._collective(group, ("reduce_scatter", n), sent, out, result, async_op)
 
-    def all_to_all_single(self, out, given, outs=None, ins=None, group=None, async_op=False):
-        parts = given.split(ins or given.numel() // len((group or self.here.default).members))
+    def all_to_all_single(self, out, sent, outs=None, ins=None, group=None, async_op=False):
+        parts = sent.split(ins or sent.numel() // len((group or self.here.default).members))
         result = lambda read, me: torch.cat([x[me] for x in read])  # noqa: E731
         return self._collective(group, "all_to_all", parts, out, result, async_op)
 
     def broadcast(self, out, root, group=None, async_op=False):
         at = (group or self.here.default).members.index(root)
-        given, written = (out, []) if self.here.rank == root else ([], out)
+        sent, written = (out, []) if self.here.rank == root else ([], out)
         result = lambda read, me: read[at] if me != at else []  # noqa: E731
-        return self._collective(group, ("broadcast", root), given, written, result, async_op)
+        return self._collective(group, ("broadcast", root), sent, written, result, async_op)
 
     def scatter(self, out, parts, root, group=None, async_op=False):
         at = (group or self.here.default).members.index(root)
         what = "scatter", root
         return self._collective(group, what, parts or [], out, lambda read, me: read[at][me], async_op)
 
-    def gather(self, given, parts, root=0, group=None, async_op=False):
-        return self._collective(group, ("gather", root), given, parts or [], lambda read, me: read, async_op)
+    def gather(self, sent, parts, root=0, group=None, async_op=False):
+        return self._collective(group, ("gather", root), sent, parts or [], lambda read, me: read, async_op)
 
     def reduce(self, out, root, group=None, async_op=False):
         written = out if self.here.rank == root else []
@@ -469,11 +465,11 @@ def is_freed(x: Tensor) -> bool:
     return x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize
 
 
-def content(given: Memory) -> Any:
+def content(memory: Memory) -> Any:
     """Return what is in memory now, which is not a number where it was freed."""
-    if not isinstance(given, Tensor):
-        return [content(x) for x in given]
-    return no_number(given) if is_freed(given) else given.clone()
+    if not isinstance(memory, Tensor):
+        return [content(x) for x in memory]
+    return no_number(memory) if is_freed(memory) else memory.clone()
 
 
 def no_number(x: Memory) -> Any:

@@ -94,8 +94,8 @@ def configuration(world: World, draw: Random) -> None:
         raw = draw.choice([mutations.damaged, mutations.cut])(draw, path.read_bytes())
     with changed(path, raw):
         if checked(world):
-            there = run_directory.read_configuration(world.run)
-            assert there is None or Config.from_dict(there.to_dict()) == there or "nan" in str(there)
+            stored = run_directory.read_configuration(world.run)
+            assert stored is None or Config.from_dict(stored.to_dict()) == stored or "nan" in str(stored)
 
 
 def kinds(world: World, draw: Random) -> None:
@@ -140,22 +140,22 @@ def listings(world: World, draw: Random) -> None:
     with TemporaryDirectory(dir=world.root) as folder:
         shutil.copytree(world.storage.root, folder, dirs_exist_ok=True)
         storage, within = open_storage(folder), draw.random() < 0.4
-        there = {a.step: a.directory_name for a in catalogue.list_attempts(storage)}
+        attempts = {a.step: a.directory_name for a in catalogue.list_attempts(storage)}
         close = [
             b"step-00000002-000009-abcdef",
             b"step-000000002-000002-abcdef",
             "step-\u066100000000-000001-abcdef".encode(),
         ]
         for name in draw.sample([*ODD_NAMES, *close], 3):
-            broken(draw, Path(folder, there[2] if within else "", os.fsdecode(name)))
-        found = find_newest_checkpoint(storage, quarantines=draw.random() < 0.5)
-        assert found.directory == there[2], f"{found}"
+            broken(draw, Path(folder, attempts[2] if within else "", os.fsdecode(name)))
+        newest = find_newest_checkpoint(storage, quarantines=draw.random() < 0.5)
+        assert newest.directory == attempts[2], f"{newest}"
         with suppress(OSError):
             catalogue.prune_checkpoints(storage, last=draw.randint(1, 2))
-        assert verify_checkpoint(storage, there[2]).tensors == world.manifest.tensors
+        assert verify_checkpoint(storage, attempts[2]).tensors == world.manifest.tensors
         if draw.random() < 0.5:
-            victim = draw.choice(os.listdir(Path(folder, there[2])))
-            path = Path(folder, there[2], victim)
+            victim = draw.choice(os.listdir(Path(folder, attempts[2])))
+            path = Path(folder, attempts[2], victim)
             if path.is_file() and not path.is_symlink():
                 path.unlink()
                 broken(draw, path)

@@ -68,11 +68,11 @@ def axes_of(r: Random, ranks: int) -> dict[str, int]:
 
 def draw_map(r: Random, axes: Mapping[str, int], splits: Sequence[str]) -> dict[str, list[str]]:
     """Draw what each axis splits; where several split one dim, in any order."""
-    found: dict[str, list[str]] = {}
+    layout: dict[str, list[str]] = {}
     for axis in r.sample(list(axes), len(axes)):
         for dim in r.choice(splits).split():
-            found.setdefault(dim, []).append(axis)
-    return found
+            layout.setdefault(dim, []).append(axis)
+    return layout
 
 
 def draw_scheme(r: Random, family: str, ranks: int) -> tuple[Tensor, Branch]:
@@ -116,8 +116,8 @@ def _map_per_region(r: Random, ranks: int) -> tuple[Tensor, Branch]:
     axes = axes_of(r, ranks)
     rules = {place: draw_map(r, axes, s) for place, s in SPLITS.items() if place == "stream" or r.random() < 0.8}
     tensor = Tensor("layout", axes=axes)
-    tensor.regions = {place: found for place, found in rules.items() if place not in ROLES}
-    tensor.parameters = {place: found for place, found in rules.items() if place in ROLES}
+    tensor.regions = {place: layout for place, layout in rules.items() if place not in ROLES}
+    tensor.parameters = {place: layout for place, layout in rules.items() if place in ROLES}
     return tensor, Branch()
 
 

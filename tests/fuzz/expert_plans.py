@@ -55,9 +55,9 @@ def step(c: Config) -> float:
         moved = Counter(report.comm_bytes)
         return Result(communicator.rank, report.loss, 0.0, {}, {}, {}, [], moved, [], routing=routing)
 
-    found = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else plans.on_threads(c, plan, work)
+    results = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else plans.on_threads(c, plan, work)
     first = plans.of_step(c, plan, 1)
-    moved = replay_traffic(first, [result.routing for result in found])
-    assert any(skipped) or counted(found) == moved, f"bytes moved in {c.precision}"
-    assert torch.tensor([result.loss for result in found]).unique().numel() == 1, f"losses of ranks in {c.precision}"
-    return found[0].loss
+    moved = replay_traffic(first, [result.routing for result in results])
+    assert any(skipped) or counted(results) == moved, f"bytes moved in {c.precision}"
+    assert torch.tensor([result.loss for result in results]).unique().numel() == 1, f"losses of ranks in {c.precision}"
+    return results[0].loss

@@ -84,8 +84,8 @@ def with_rows_for_all(c: Config) -> Config:
 
 def passes_of_rows(trainer: Trainer) -> int:
     """How often a rank sends rows to experts in the first step."""
-    here, at = trainer.stage, trainer.communicator.coordinates
-    sends = [o for (kind, _), o in here.operations.items() if kind == "dispatch_rows" and is_at_index_zero(o.only, at)]
+    stage, at = trainer.stage, trainer.communicator.coordinates
+    sends = [o for (kind, _), o in stage.operations.items() if kind == "dispatch_rows" and is_at_index_zero(o.only, at)]
     microbatches = len({action.microbatch for action in trainer.stage_actions(1)})  # a batch may grow
     return microbatches * sum(1 + o.operation.recomputed for o in sends)
 
@@ -103,8 +103,8 @@ def step_on_card(c: Config, rank: int) -> None:
     once = end in (2 + loads, 2 + 2 * c.model.experts + loads)  # some ranks count what experts are chosen
     once &= len(rows) == passes_of_rows(trainer)
     assert once and not report.skipped, f"rank {rank} on the card reads {reads}"
-    threads, here = counter.sections["backward"].threads, current_thread().name
-    assert threads - {here} or not trainer.weights.trainable_masters, f"rank {rank} on the card: backward in {threads}"
+    threads, main = counter.sections["backward"].threads, current_thread().name
+    assert threads - {main} or not trainer.weights.trainable_masters, f"rank {rank} on the card: backward in {threads}"
     fused = c.optimizer.kind == "adamw" and c.optimizer.moments == "fp32"  # others are rounded in an order of their own
     updates = fused and any(x.numel() for x in trainer.weights.trainable_masters.values())
     assert not updates or "_fused_adamw_" in counter.sections["optimizer"].kernels, f"rank {rank} on the card: no AdamW"

@@ -124,7 +124,7 @@ def opened() -> Iterator[Callable[[int], str]]:
         composer = Composer([], {})
 
         @contextmanager
-        def again(*given: object) -> Iterator[Composer]:
+        def again(*arguments: object) -> Iterator[Composer]:
             yield composer
 
         with mock.patch.object(launch, "open_composer", again):

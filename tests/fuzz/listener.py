@@ -224,11 +224,11 @@ class Listener:
         raise AssertionError("no challenge")
 
     def events(self, count: int) -> list[Any]:
-        found, deadline = [], monotonic() + PATIENCE
-        while len(found) < count and monotonic() < deadline:
-            found += self.board.poll_events(0.05)
-        assert len(found) == count, f"the driver has heard {found}"
-        return found
+        heard, deadline = [], monotonic() + PATIENCE
+        while len(heard) < count and monotonic() < deadline:
+            heard += self.board.poll_events(0.05)
+        assert len(heard) == count, f"the driver has heard {heard}"
+        return heard
 
     def attempt(self, seed: int) -> str:
         draw = random.Random(seed)

@@ -71,26 +71,26 @@ def manifest(world: World, draw: Random, kind: str) -> None:
     before = path.read_bytes()
     path.write_bytes(raw)
     try:
-        found = verify_checkpoint(world.storage, world.directory)
+        verified = verify_checkpoint(world.storage, world.directory)
     except Refused as error:
         told(error)
         assert find_newest_checkpoint(world.storage, quarantines=False).manifest.meta.step == 1
     else:
-        same(world, found)
+        same(world, verified)
     finally:
         path.write_bytes(before)
 
 
-def same(world: World, found: Manifest) -> None:
+def same(world: World, verified: Manifest) -> None:
     """Assert that what was verified is what was written: the blocks, and their bytes. A tensor may have another name in
     what is sealed again: who looks for it finds that it is not there."""
-    parts = [sorted(repr(replace(t, name="")) for t in m.tensors.values()) for m in (found, world.manifest)]
-    assert parts[0] == parts[1] and found.files == world.manifest.files, "other blocks are verified"
-    assert found.meta.step == world.manifest.meta.step and Manifest.decode(found.encode()) == found
-    json.dumps(summarize_manifest(found)).encode()
-    for name in found.tensors.keys() & SHAPES.keys():
-        there = read_tensor(world.storage, world.directory, found, name)
-        assert torch.equal(there, world.tensors[name]), f"{name} is another"
+    parts = [sorted(repr(replace(t, name="")) for t in m.tensors.values()) for m in (verified, world.manifest)]
+    assert parts[0] == parts[1] and verified.files == world.manifest.files, "other blocks are verified"
+    assert verified.meta.step == world.manifest.meta.step and Manifest.decode(verified.encode()) == verified
+    json.dumps(summarize_manifest(verified)).encode()
+    for name in verified.tensors.keys() & SHAPES.keys():
+        tensor = read_tensor(world.storage, world.directory, verified, name)
+        assert torch.equal(tensor, world.tensors[name]), f"{name} is another"
 
 
 def tiling(draw: Random, document: dict[str, Any]) -> None:

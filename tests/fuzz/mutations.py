@@ -40,9 +40,9 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def replace(draw: Random, value: Any, pool: list[Any], wanted: Callable[[Any], bool] = lambda item: True) -> None:
     """Put one of `pool` into one of the wanted places."""
-    found = [(part, key) for part, key in places(value) if wanted(part[key])]
-    if found:
-        part, key = draw.choice(found)
+    wanted_places = [(part, key) for part, key in places(value) if wanted(part[key])]
+    if wanted_places:
+        part, key = draw.choice(wanted_places)
         part[key] = draw.choice(pool)
 
 

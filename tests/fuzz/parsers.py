@@ -76,9 +76,9 @@ def tried(root: Path, form: str, raw: bytes) -> None:
     else:
         path = root / {"sentencepiece": "a.model", "ranks": "a.tiktoken"}.get(form, "tokenizer.json")
         path.write_bytes(raw)
-        found = load_named_vocabulary(Data(tokenizer=str(path), tokenizer_words="gpt2"))
-        assert found
-        found.decode(found.encode(TEXT))
+        vocabulary = load_named_vocabulary(Data(tokenizer=str(path), tokenizer_words="gpt2"))
+        assert vocabulary
+        vocabulary.decode(vocabulary.encode(TEXT))
 
 
 def damaged(draw: Random, raw: bytes) -> bytes:
@@ -134,9 +134,9 @@ def originals(root: Path) -> dict[str, bytes]:
     ):  # fmt: skip
         with opener(root / name, table.schema, options=options) as to:
             to.write_table(table, max_chunksize=20)
-    found = {name: (root / name).read_bytes() for name in ("stream", "file", "packed stream")}
+    streams = {name: (root / name).read_bytes() for name in ("stream", "file", "packed stream")}
     return {
-        **found,
+        **streams,
         "parquet": (root / "good.parquet").read_bytes(),
         "tokenizer.json": tokenizer_json(),
         "sentencepiece": sentencepiece(),
@@ -149,12 +149,12 @@ def tokenizer_json() -> bytes:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -2.0 - i) for i, c in enumerate("azebrt hm12 ,:"[:10]))]
-    made = Tokenizer(models.Unigram(pieces, 0, False))
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
     steps = [normalizers.NFKC(), normalizers.Replace("a", "aa"), normalizers.Prepend("_")]
-    made.normalizer, made.pre_tokenizer = normalizers.Sequence(steps), pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    made.add_special_tokens(["</s>"])
-    return json.dumps(json.loads(made.to_str())).encode()
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Sequence(steps), pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["</s>"])
+    return json.dumps(json.loads(tokenizer.to_str())).encode()
 
 
 def sentencepiece() -> bytes:

@@ -81,10 +81,11 @@ class InMemory:
 
     def keep(self, trainer: Trainer, step: int) -> tuple[RankSnapshots, list[str], bool]:
         """Return one rank's snapshots, taken now, the names of its optimizer's moments, and if it trains anything."""
-        state, here = RankTrainingState(trainer), trainer.communicator
-        memory = opened(state.held, self._homes(trainer.plan.mesh.world_size), here, self.shared, base=state.base)
+        state, communicator = RankTrainingState(trainer), trainer.communicator
+        homes = self._homes(trainer.plan.mesh.world_size)
+        memory = opened(state.held, homes, communicator, self.shared, base=state.base)
         memory.base = state.base_blocks()
-        take(memory, step, state.live_blocks(), state.read_values(), here.transfer)
+        take(memory, step, state.live_blocks(), state.read_values(), communicator.transfer)
         return memory, list(state.moments), any(w.numel() for w in trainer.weights.trainable_masters.values())
 
     def seal(self, c: Config, plan: Plan, step: int, kept: Sequence[Any]) -> None:

@@ -95,7 +95,7 @@ def check(
                 compare(c, plan, results, wanted)
             except AssertionError:
                 # of replicas that a CPU has rounded apart, from memory aligned otherwise, each may be what was kept
-                kept = assemble(plan, results, lambda found: found.initial)
+                kept = assemble(plan, results, lambda result: result.initial)
                 wanted = replace(
                     wanted, initial={n: torch.where(x == other[n], other[n], before[n]) for n, x in kept.items()}
                 )
@@ -103,8 +103,8 @@ def check(
                 compare(c, plan, without_shaky(results, wanted, nudged), wanted)
             assert count_flips(c, plan, results, wanted) == 0, "other numbers in 8 bits"
             check_bytes(of_step(c, plan, steps[0]), results)
-            assert replay([found.log for found in results]) is None, "order of launches"
-            before, other = (assemble(plan, ranked, lambda found: found.final) for ranked in (results, results[::-1]))
+            assert replay([result.log for result in results]) is None, "order of launches"
+            before, other = (assemble(plan, ranked, lambda result: result.final) for ranked in (results, results[::-1]))
     finally:
         passage.end()
     if configs[-1].optimizer.offload != "none":
@@ -114,7 +114,7 @@ def check(
 def check_no_bit_changes(c: Config, masters: str, ranks: Ranks = on_threads) -> None:
     """Compare steps in narrow numbers with states and masters in host memory with those that have all on the device.
     Raises AssertionError naming a weight of another bit."""
-    found = []
+    runs = []
     for offload in ("states+masters", "none"):
         one = replace(c, optimizer=replace(c.optimizer, offload=offload, masters=masters))
         for plan in planned([one]):
@@ -125,8 +125,8 @@ def check_no_bit_changes(c: Config, masters: str, ranks: Ranks = on_threads) -> 
                     trainer.step(step)
                 return {n: trainer.weights.read_master(n).clone() for n in trainer.weights.own_masters}
 
-            found.append([work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else ranks(one, plan, work))
-    for ours, theirs in zip(*found, strict=True) if found else ():
+            runs.append([work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else ranks(one, plan, work))
+    for ours, theirs in zip(*runs, strict=True) if runs else ():
         for name, x in ours.items():
             bits = (w.flatten().view(torch.uint8) for w in (x, theirs[name]))
             assert torch.equal(*bits), f"{name} in host memory"
@@ -220,7 +220,7 @@ def of_rounding(c: Config) -> bool:
         return False
     steps = [range(k, k + 1) for k in range(1, c.train.steps + 1)]
     matrices = set(make_plan(c).matrices)
-    for step in (found := alone(c, steps)):
+    for step in (exact_steps := alone(c, steps)):
         sizes = {name: g.abs() for name, g in step.gradients.items()}
         rounding = 1e-13 * max(float(size.max()) for size in sizes.values())
         shaky = (((g > 0) & (g <= rounding)).any() or not g.any() for g in sizes.values())
@@ -229,7 +229,7 @@ def of_rounding(c: Config) -> bool:
         if c.optimizer.kind == "muon" and any(float(sizes[name].max()) <= rounding for name in matrices):
             return True
     nudged = alone(c, steps, nudge=2.0**-52)[-1]
-    return any(float((w - nudged.final[name]).abs().max()) > 1e-9 for name, w in found[-1].final.items())
+    return any(float((w - nudged.final[name]).abs().max()) > 1e-9 for name, w in exact_steps[-1].final.items())
 
 
 def without_shaky(results: Sequence[Result], wanted: Result, nudged: Result) -> list[Result]:
@@ -242,11 +242,11 @@ def without_shaky(results: Sequence[Result], wanted: Result, nudged: Result) -> 
 
     return [
         replace(
-            found,
-            grad_norm=steady(found.grad_norm, wanted.grad_norm, nudged.grad_norm),
-            losses=tuple(map(steady, found.losses, wanted.losses, nudged.losses)),
+            result,
+            grad_norm=steady(result.grad_norm, wanted.grad_norm, nudged.grad_norm),
+            losses=tuple(map(steady, result.losses, wanted.losses, nudged.losses)),
         )
-        for found in results
+        for result in results
     ]
 
 
@@ -290,14 +290,14 @@ def run_phase(
         trainer = trainer_of(c, plan, communicator, corpus)
         if comes:
             passage.restore(trainer)
-        found = steps_of(trainer, communicator, steps, asks)
+        result = steps_of(trainer, communicator, steps, asks)
         check_held(trainer)
-        return found, passage.keep(trainer, end) if goes else None
+        return result, passage.keep(trainer, end) if goes else None
 
     done = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else ranks(c, plan, work)
     if goes:
         passage.seal(c, plan, end, [kept for _, kept in done])
-    return [found for found, _ in done]
+    return [result for result, _ in done]
 
 
 def steps_of(trainer: Trainer, communicator: Communicator, steps: range, asks: bool) -> Result:
@@ -334,15 +334,15 @@ def answers(trainer: Trainer) -> list[float]:
     """Return the loss of an evaluation and, of a model that writes texts, log-probabilities of some."""
     c = trainer.config
     with trainer.use_evaluation_weights():
-        found = [trainer.compute_mean_loss("train", c.train.global_batch)]
+        losses = [trainer.compute_mean_loss("train", c.train.global_batch)]
     if c.model.kind != "decoder":
-        return found
+        return losses
     draw = Random(c.seed)
     texts = [
         [draw.randrange(c.model.vocab) for _ in range(n)] for n in (c.model.length + 1, 2, c.model.length // 2 + 2)
     ]
     generator = TextGenerator(c, trainer.plan, trainer.communicator, trainer.weights)
-    return found + [s.log_probability for s in generator.score_texts(AskedTexts(texts), [1] * len(texts))]
+    return losses + [s.log_probability for s in generator.score_texts(AskedTexts(texts), [1] * len(texts))]
 
 
 def of_step(c: Config, plan: Plan, step: int) -> Plan:

@@ -73,16 +73,16 @@ def features(c: Config) -> set[str]:
         f"loss={train.loss}",
     }
     named |= {f"scale={c.quantise.scale}"}
-    return named | {f"optimizer={o.kind}"} | {name for name, there in has.items() if there}
+    return named | {f"optimizer={o.kind}"} | {name for name, has_it in has.items() if has_it}
 
 
 def test_draws_all_features_of_data_and_training(tmp_path):
-    found: Counter[str] = Counter()
+    drawn: Counter[str] = Counter()
     with plans.opened():
         for seed in range(300):
             r = Random(seed)
             for c in plans.draw(r, r.choice(plans.CLASSES[:-1]), tmp_path)[:1]:
-                found.update(features(c))
+                drawn.update(features(c))
     wanted = {f"optimizer={kind}" for kind in (*OPTIMIZERS, *SETTINGS)} | {f"loss={name}" for name in OWN_LOSSES}
     wanted |= {f"data={name}" for name in (*SOURCES, *TEXTUAL) if name not in ("invented", "stream")}
     wanted |= {f"model={kind}" for kind in ("decoder", "encoder", "encoder_decoder", "two_layer")}
@@ -95,7 +95,7 @@ def test_draws_all_features_of_data_and_training(tmp_path):
     wanted |= {"norms of experts", "factors of experts"}
     wanted |= {"sgd without momentum", "dropout", "window", "experts", "experts that replicas share", "latents"}
     wanted |= {"experts over axes of a scheme", "groups of experts", "layers without experts"}
-    rare = {name: found[name] for name in wanted if found[name] < 3}
+    rare = {name: drawn[name] for name in wanted if drawn[name] < 3}
     assert not rare, f"cases of 300 that have it: {rare}"
 
 
@@ -147,8 +147,8 @@ def test_negative_control_experts_that_survivors_forget(monkeypatch, tmp_path):
     with plans.opened(), pytest.raises(AssertionError, match="initial of .*experts"):
         for r in map(Random, range(HALF)):
             configs = plans.draw(r, "resume", tmp_path, experts=1.0)
-            if found := plans.planned(configs):
-                plans.check(r, configs, found)
+            if planned := plans.planned(configs):
+                plans.check(r, configs, planned)
 
 
 @pytest.mark.full

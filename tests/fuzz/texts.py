@@ -98,7 +98,7 @@ def tokens(world: World, draw: Random) -> None:
             with suppress(ValueError, RecursionError):
                 raw = json.dumps({"content": (c := json.loads(raw)), "sha256": cache._hash_description(c)}).encode()
             (entry / "meta.json").write_bytes(raw)
-        found = cache.read_verified_entry(entry, partial(read_entry, vocab=SIZES["vocab"]))
-        if found and kind != "file":
+        trusted = cache.read_verified_entry(entry, partial(read_entry, vocab=SIZES["vocab"]))
+        if trusted and kind != "file":
             known = ("files", "dtype")
-            assert {k: vars(found)[k] for k in known} == {k: original[k] for k in known}, "another entry is trusted"
+            assert {k: vars(trusted)[k] for k in known} == {k: original[k] for k in known}, "another entry is trusted"

@@ -82,10 +82,10 @@ def hang(c: Config, plan: Plan, communicator: Communicator) -> tuple[str, float]
 
 def test_an_abort_ends_all_groups_and_the_process_forms_anew(ranks, capsys):
     c = configure("1d", {"t": 2}, data=2, microbatch=2)
-    found = ranks.run(hang, c, make_plan(c))
+    outcomes = ranks.run(hang, c, make_plan(c))
     with capsys.disabled():
-        print(f"\naborts: {found}", end="")
-    assert all(said == "Aborted" and seconds < 5 for said, seconds in found[1:])
+        print(f"\naborts: {outcomes}", end="")
+    assert all(said == "Aborted" and seconds < 5 for said, seconds in outcomes[1:])
     c = PLANS["t 2"]
     plan = make_plan(c)
     examine(c, plan, ranks.run(whole_step, c, plan))

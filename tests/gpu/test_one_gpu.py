@@ -54,11 +54,11 @@ def test_recomputation():
 def test_lower_precisions_on_the_kernels_of_the_gpu(precision, compiled, model):
     c = configure(precision=precision, **MODELS[model])
     expected = serial(configure(**MODELS[model]))
-    found = on_gpu(c, compiled)
-    assert found.losses == pytest.approx(expected.losses, rel=LOWER[precision])
+    result = on_gpu(c, compiled)
+    assert result.losses == pytest.approx(expected.losses, rel=LOWER[precision])
     scale = c.loss_scale.initial if precision == "fp16" else 1.0
-    whole = torch.cat([g.double().flatten() for g in found.gradients.values()]) / scale
-    wanted = torch.cat([expected.gradients[n].double().flatten() for n in found.gradients])
+    whole = torch.cat([g.double().flatten() for g in result.gradients.values()]) / scale
+    wanted = torch.cat([expected.gradients[n].double().flatten() for n in result.gradients])
     assert (whole - wanted).norm() < 10 * LOWER[precision] * wanted.norm()
 
 
@@ -103,11 +103,11 @@ def test_replayed_passes_compute_what_launched_ones_do(model, compiled):
 
 def test_a_gradient_that_is_wrong_is_seen():
     c = configure()
-    found = on_gpu(c)
-    name = max(found.gradients, key=lambda n: found.gradients[n].abs().max())
-    found.gradients[name] = found.gradients[name] * (1 + 1e-8)
+    result = on_gpu(c)
+    name = max(result.gradients, key=lambda n: result.gradients[n].abs().max())
+    result.gradients[name] = result.gradients[name] * (1 + 1e-8)
     with pytest.raises(AssertionError, match="gradient of"):
-        compare(c, make_plan(c), [found], serial(c))
+        compare(c, make_plan(c), [result], serial(c))
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
@@ -118,7 +118,7 @@ def test_a_plan_needs_what_it_says(compiled, capsys):
                   vocab=50257)  # fmt: skip
     c.train.compile, c.cluster.device = compiled, "cuda"
     plan = make_plan(c)
-    planned = max(predict_footprints(c, plan), key=lambda found: found.total_bytes)
+    planned = max(predict_footprints(c, plan), key=lambda footprint: footprint.total_bytes)
     torch.cuda.empty_cache()
     trainer = trainer_of(c, plan, SingleRank(plan.mesh, "cuda"))
     trainer.step(1)

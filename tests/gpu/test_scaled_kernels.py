@@ -35,5 +35,5 @@ def test_compiled_products_are_the_same(pair):
     multiply = torch.compile(lambda *tensors: multiply_scaled(
         ScaledMatrix(*tensors[:2], a.tile), ScaledMatrix(*tensors[2:], b.tile), torch.bfloat16, True
     ))  # fmt: skip
-    found = multiply(a.values, a.scales, b.values, b.scales)
-    torch.testing.assert_close(found, multiply_scaled(a, b, torch.bfloat16, True), rtol=2**-6, atol=0)
+    actual = multiply(a.values, a.scales, b.values, b.scales)
+    torch.testing.assert_close(actual, multiply_scaled(a, b, torch.bfloat16, True), rtol=2**-6, atol=0)

@@ -107,19 +107,19 @@ CASES = [{"run": run, "target": target} for run in RUNS for target in TARGETS]
 CHOSEN = Random(6).sample(CASES, 2)
 
 
-def exceeded(run: str, found: Compiled) -> list[str]:
+def exceeded(run: str, region: Compiled) -> list[str]:
     """In words, how a compiled region exceeds its budget."""
-    name = found.call.title
+    name = region.call.title
     kernels, passes = BUDGETS.get(f"{run} {name}", BUDGETS[name])
     always, sometimes = SPILLS.get(f"{run} {name}", (0, 0))
     wrong = {
-        f"{len(found.kernels)} kernels instead of {kernels}": len(found.kernels) > kernels,
-        f"{found.passes:.2f} passes instead of {passes}": found.passes > passes,
-        f"every configuration spills {found.spilled} bytes instead of {always}": found.spilled > always,
-        f"a configuration spills {found.most('spilled')} bytes instead of {sometimes}": found.most("spilled")
+        f"{len(region.kernels)} kernels instead of {kernels}": len(region.kernels) > kernels,
+        f"{region.passes:.2f} passes instead of {passes}": region.passes > passes,
+        f"every configuration spills {region.spilled} bytes instead of {always}": region.spilled > always,
+        f"a configuration spills {region.most('spilled')} bytes instead of {sometimes}": region.most("spilled")
         > sometimes,
     }
-    return [f"{found.call}: {line}" for line, is_so in wrong.items() if is_so]
+    return [f"{region.call}: {line}" for line, is_so in wrong.items() if is_so]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_every_region_occurs_and_has_a_budget():
 
 def named_regions() -> set[str]:
     """The functions that the platform's code names where it has one compiled, but for those in variables."""
-    found = set()
+    names = set()
     for path in (ROOT / "platform").rglob("*.py"):
         code = ast.parse(path.read_text())
         defined = {node.name for node in code.body if isinstance(node, ast.FunctionDef)}
@@ -174,8 +174,8 @@ def named_regions() -> set[str]:
             if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in COMPILING:
                 name, of_another = ast.unparse(node.args[0]).split(".")[-1], isinstance(node.args[0], ast.Attribute)
                 name = f"block_{name}" if of_a_block(ast.unparse(node.args[0])) else name
-                found |= {name.lstrip("_")} if of_another or name in defined else set()
-    return found
+                names |= {name.lstrip("_")} if of_another or name in defined else set()
+    return names
 
 
 def of_a_block(text: str) -> bool:

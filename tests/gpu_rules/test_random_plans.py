@@ -24,6 +24,6 @@ def test_random_plans(part):
 def test_negative_control_a_number_that_the_host_makes(monkeypatch):
     """On the CPU it is where all tensors are."""
     squares = flat_buffers.sum_squares
-    monkeypatch.setattr(flat_buffers, "sum_squares", lambda found: squares(found) + torch.tensor(0.0))
+    monkeypatch.setattr(flat_buffers, "sum_squares", lambda stretches: squares(stretches) + torch.tensor(0.0))
     with pytest.raises(AssertionError, match="makes a tensor on"):
         run(gpu_plans, SEED, EACH)

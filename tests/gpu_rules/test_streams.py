@@ -52,9 +52,15 @@ def train(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
 def form(trainer: Trainer, patch: pytest.MonkeyPatch) -> None:
     """The first messages and collectives of a generation, which say who is there."""
     communicator, neighbours = trainer.communicator, trainer.plan.neighbour_stages
-    here = communicator.coordinates["stage"]
+    own_stage = communicator.coordinates["stage"]
     extents = [communicator.mesh.count_ranks(axes) for axes in communicator._groups]
-    peers = [communicator._stage_peer(stage) for pair in neighbours if here in pair for stage in pair if stage != here]
+    peers = [
+        communicator._stage_peer(stage)
+        for pair in neighbours
+        if own_stage in pair
+        for stage in pair
+        if stage != own_stage
+    ]
     said, read = iter([*([float(n), 0.0] for n in extents), *([float(n)] for n in peers)]), Communicator.read_numbers
     patch.setattr(Communicator, "read_numbers", lambda self, x: read(self, x) and next(said))
     communicator.open_stage_connections(neighbours)
@@ -313,10 +319,10 @@ EVERY = [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
 @pytest.mark.counted("plans whose streams are followed", len(RUN), len(CASES | MORE))
 @pytest.mark.parametrize("name", EVERY)
 def test_no_two_streams_race(name):
-    found = notes(name)
-    assert any(isinstance(note, Work) for note in found)
-    assert not races(found)
-    assert not shared(found)
+    noted = notes(name)
+    assert any(isinstance(note, Work) for note in noted)
+    assert not races(noted)
+    assert not shared(noted)
 
 
 @pytest.mark.counted("plans without each of their waits", len(RUN), len(CASES | MORE))
@@ -325,18 +331,18 @@ def test_negative_control_a_wait_that_is_taken_away_is_found(names):
     """A wait may be covered by another one under one plan, but not under all."""
     of = {name: set(waits(notes(name))) for name in names}
     shortest = sorted(names, key=lambda name: len(notes(name)))  # which needs a wait is enough: the first that does
-    made = set().union(*of.values())
-    needed = {s for s in made if any(s in of[name] and races(notes(name), without=s) for name in shortest)}
-    assert {f"{site.function}: {site.call}" for site in made - needed} == IDLE.keys()
+    sites = set().union(*of.values())
+    needed = {s for s in sites if any(s in of[name] and races(notes(name), without=s) for name in shortest)}
+    assert {f"{site.function}: {site.call}" for site in sites - needed} == IDLE.keys()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["passes in pairs", "rows in pairs", "pairs, 1f1b"])
 def test_negative_control_an_exchange_in_a_pair_that_is_not_waited_for(name):
     """Another pass computes meanwhile, in the same stream: that is no wait."""
-    found = notes(name)
-    exchanges = [s for s in waits(found) if s.file.endswith(("conversion.py", "expert_rows.py"))]
-    assert exchanges and all(races(found, without=site) for site in exchanges), exchanges
+    noted = notes(name)
+    exchanges = [s for s in waits(noted) if s.file.endswith(("conversion.py", "expert_rows.py"))]
+    assert exchanges and all(races(noted, without=site) for site in exchanges), exchanges
 
 
 TOO_EARLY = {
@@ -356,7 +362,7 @@ def test_negative_control_weights_that_are_read_while_they_are_gathered(name):
         broken.setattr(*TOO_EARLY[name])
         with followed(recorder := Recorder(), case) as (trainer, patch):
             case.run(trainer, patch)
-    assert any("all_gather" in found for found in races(recorder.notes))
+    assert any("all_gather" in race for race in races(recorder.notes))
 
 
 def test_negative_control_a_snapshot_in_the_stream_of_a_group():
@@ -380,9 +386,11 @@ def test_negative_control_a_timeline_that_does_not_hold_what_its_collectives_rea
     """They are waited for in a stream of its own, upon which the transport lets go of their memory."""
     case = CASES["timeline"]
     with followed(recorder := Recorder(), case) as (trainer, patch):
-        patch.setattr(clock, "Flight", lambda what, begin, done, held, made=clock.Flight: made(what, begin, done, None))
+        patch.setattr(
+            clock, "Flight", lambda what, begin, done, held, build=clock.Flight: build(what, begin, done, None)
+        )
         case.run(trainer, patch)
-    assert any(found.startswith("free") for found in races(recorder.notes))
+    assert any(race.startswith("free") for race in races(recorder.notes))
 
 
 @contextmanager
@@ -479,12 +487,12 @@ def test_memory_that_is_not_there():
 
 def test_a_copy_to_the_host_is_read_too_early():
     with card() as recorder:
-        x, there = torch.ones(4, device=CARD), torch.empty(4)
-        there.copy_(x)
-        recorder.on_host("look", [there], [])
+        x, host = torch.ones(4, device=CARD), torch.empty(4)
+        host.copy_(x)
+        recorder.on_host("look", [host], [])
         assert not races(recorder.notes)
-        there.copy_(x, non_blocking=True)
-        recorder.on_host("look", [there], [])
+        host.copy_(x, non_blocking=True)
+        recorder.on_host("look", [host], [])
         assert len(races(recorder.notes)) == 1
 
 
@@ -536,6 +544,6 @@ def written() -> Iterator[tuple[str, int, str]]:
 
 @pytest.mark.full
 def test_every_wait_is_made_in_some_case():
-    made = {(site.file, site.line, site.call) for name in CASES | MORE for site in waits(notes(name))}
-    left = [(file, call) for file, line, call in written() if (file, line, call) not in made]
+    waited = {(site.file, site.line, site.call) for name in CASES | MORE for site in waits(notes(name))}
+    left = [(file, call) for file, line, call in written() if (file, line, call) not in waited]
     assert {f"{file}: {call}" for file, call in left if file not in OF_THE_HOST} == ELSEWHERE.keys()

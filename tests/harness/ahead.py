@@ -224,11 +224,11 @@ def _started(target: int, folder: Path, library: Path) -> Iterator[Callable[[Cal
             cloudpickle.dump(call, child.stdin)
             child.stdin.flush()
             try:
-                found = cloudpickle.load(child.stdout)
+                answer = cloudpickle.load(child.stdout)
             except EOFError:
-                found = words.read_text()
-            assert isinstance(found, Compiled), f"{call} for sm_{target}: {found}"
-            return found
+                answer = words.read_text()
+            assert isinstance(answer, Compiled), f"{call} for sm_{target}: {answer}"
+            return answer
 
         yield compiled
         child.kill()
@@ -248,10 +248,10 @@ def serve(target: int) -> None:
         except EOFError:
             return
         try:
-            found: Any = _compile(call, launched)
+            answer: Any = _compile(call, launched)
         except Exception:
-            found = traceback.format_exc()
-        cloudpickle.dump(found, answers)
+            answer = traceback.format_exc()
+        cloudpickle.dump(answer, answers)
         answers.flush()
 
 
@@ -374,30 +374,30 @@ def _compile(call: Call, launched: list[Any]) -> Compiled:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(call.gradient):
         arguments = tuple(map(_made, call.arguments))
         function = call.function.on_gpu() if isinstance(call.function, Traced) else call.function
-        found = compile_region(function)(*arguments)
+        output = compile_region(function)(*arguments)
         if call.differentiated:
             leaves = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.requires_grad]
-            torch.autograd.grad(found, leaves, torch.empty_like(found))
+            torch.autograd.grad(output, leaves, torch.empty_like(output))
     builds = {kernel: _builds(kernel) for _, _, kernel in launched if kernel}
     return Compiled(call, tuple(Kernel(name, nbytes, builds.get(kernel, ())) for name, nbytes, kernel in launched))
 
 
 def _made(argument: Any) -> Any:
     if isinstance(argument, Block):
-        made = torch.empty_strided(argument.shape, argument.strides, dtype=argument.dtype, device="cuda:0")
-        return made.requires_grad_(argument.gradient)
+        block = torch.empty_strided(argument.shape, argument.strides, dtype=argument.dtype, device="cuda:0")
+        return block.requires_grad_(argument.gradient)
     return tuple(map(_made, argument)) if isinstance(argument, tuple) else argument
 
 
 def _builds(kernel: Any) -> tuple[Build, ...]:
     """Builds a kernel in all configurations, and reads what ptxas says of each. (On a device, where registers leave
     room for few blocks, inductor adds smaller ones.)"""
-    found = []
+    builds = []
     for configuration in kernel.configs:
         with redirect_stdout(StringIO()) as said:
-            made = kernel._precompile_config(configuration)
-        assert made.kernel.asm["cubin"]
+            compiled = kernel._precompile_config(configuration)
+        assert compiled.kernel.asm["cubin"]
         (registers,) = re.findall(r"Used (\d+) registers", said.getvalue())
         spilled = re.findall(r"(\d+) bytes spill", said.getvalue())  # stores and loads
-        found.append(Build(int(registers), max(map(int, spilled)), made.kernel.metadata.shared))
-    return tuple(found)
+        builds.append(Build(int(registers), max(map(int, spilled)), compiled.kernel.metadata.shared))
+    return tuple(builds)

@@ -53,13 +53,13 @@ LOADING = "data"  # the section in which tensors may be on the CPU: a batch on i
 class CardModule(_DummyBackendModule):
     """torch.card, which other tests of this process shall not find in the machine."""
 
-    there = False
+    present = False
 
     def is_available(self) -> bool:
-        return self.there
+        return self.present
 
     def device_count(self) -> int:
-        return int(self.there)
+        return int(self.present)
 
 
 MODULE = CardModule()
@@ -70,7 +70,7 @@ CARD = torch.device("card", 0)
 PINNED = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)  # of torch.cuda.cudart
 # torch lacks what its fused SGD makes of tensors without memory: nothing
 META = torch.library.Library("aten", "IMPL", "Meta")
-META.impl("_fused_sgd_", lambda *given, **named: None)
+META.impl("_fused_sgd_", lambda *_, **__: None)
 
 
 dist.Backend.register_backend(
@@ -155,7 +155,7 @@ def alone(
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(pipeline, "ThreadPoolExecutor", ThreadInModes)
-        patch.setattr(MODULE, "there", True)
+        patch.setattr(MODULE, "present", True)
         patch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", 0)  # a number of the host is computed with on the device too
         patch.setattr(Communicator, "read_numbers", read)
         patch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)  # nothing takes time there
@@ -165,8 +165,7 @@ def alone(
         if plan.mesh.world_size > 1:
             dist.init_process_group("card_fake", rank=rank, world_size=plan.mesh.world_size, store=FakeStore())
         try:
-            made = (communicator or communicator_of)(plan, rank)
-            yield trainer_of(c, plan, made, corpus or Cached(c), fresh=False)
+            yield trainer_of(c, plan, (communicator or communicator_of)(plan, rank), corpus or Cached(c), fresh=False)
         finally:
             if plan.mesh.world_size > 1:
                 dist.destroy_process_group()
@@ -214,11 +213,11 @@ class Cached(Tokens):
 def ranks(c: Config) -> list[int]:
     """One rank of every stage and sub-grid, and the last one: all others do the same on other numbers."""
     mesh = make_plan(c).mesh
-    found: dict[tuple[int, ...], int] = {}
+    chosen: dict[tuple[int, ...], int] = {}
     for rank in range(mesh.world_size):
         at = mesh.rank_coordinates(rank)
-        found.setdefault((at["stage"], *(at[axis] > 0 for axis in c.branch.axes)), rank)
-    return sorted({*found.values(), mesh.world_size - 1})
+        chosen.setdefault((at["stage"], *(at[axis] > 0 for axis in c.branch.axes)), rank)
+    return sorted({*chosen.values(), mesh.world_size - 1})
 
 
 def shrunk(c: Config) -> Config:
@@ -246,9 +245,9 @@ def per_layer(c: Config, rank: int = 0, layers: Sequence[int] = (2, 3)) -> dict[
 
     few, many = layers
     of = {(n, m): counted(n, m) for n in layers for m in (1, 2)}
-    found = {section: of[many, 1][section] - of[few, 1][section] for section in ("forward", "backward")}
+    added = {section: of[many, 1][section] - of[few, 1][section] for section in ("forward", "backward")}
     both = of[many, 2]["backward"] - of[few, 2]["backward"]
-    return {**found, "again": both - found["backward"]}
+    return {**added, "again": both - added["backward"]}
 
 
 def of_an_update(c: Config, rank: int = 0) -> tuple[Trainer, dict[str, Counted]]:

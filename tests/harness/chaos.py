@@ -67,12 +67,12 @@ def journal(config: Config) -> list[Event]:
     return JsonLines.read_objects(path) if path.exists() else []
 
 
-def differences(found: Sequence[Event], expected: Sequence[Event]) -> list[str]:
+def differences(actual: Sequence[Event], expected: Sequence[Event]) -> list[str]:
     """What is not as in the undisturbed run, a line each; [] where nothing is."""
     lines = []
-    if (ids := [row["samples"] for row in found]) != (wanted := [row["samples"] for row in expected]):
+    if (ids := [row["samples"] for row in actual]) != (wanted := [row["samples"] for row in expected]):
         lines.append(f"samples {ids} instead of {wanted}")
-    for row, other in zip(found, expected, strict=False):
+    for row, other in zip(actual, expected, strict=False):
         for key in ("loss", "grad_norm"):
             if not abs(row[key] - other[key]) <= TOLERANCE * abs(other[key]):
                 lines.append(f"step {row['step']}: {key} {row[key]!r} instead of {other[key]!r}")
@@ -143,7 +143,7 @@ def nothing_left() -> Iterator[None]:
     deadline = time.monotonic() + 5
     while (left := {k: v for k, v in _leavings().items() if len(v) > len(held[k])}) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left, {kind: sorted(found - held[kind]) for kind, found in left.items()}
+    assert not left, {kind: sorted(names - held[kind]) for kind, names in left.items()}
 
 
 def _leavings() -> dict[str, set[str]]:

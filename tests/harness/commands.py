@@ -51,14 +51,14 @@ def lines(path: Path) -> list[dict]:
 def refused(*arguments: str, cwd: Path) -> list[str]:
     """The lines of a command that ends with status 2 and leaves everything as it was."""
 
-    def there() -> dict[Path, bytes | None]:
+    def read_files() -> dict[Path, bytes | None]:
         return {p: p.read_bytes() if p.is_file() else None for p in cwd.rglob("*")}
 
-    before = there()
+    before = read_files()
     done = in_this_process(QUICK, *SMALL, "cluster=processes", *arguments, cwd=cwd)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert there() == before
+    assert read_files() == before
     return done.stderr.splitlines()
 
 

@@ -26,9 +26,9 @@ def check_held(trainer: Trainer) -> None:
         start, stop = plan.shard_range(p, at) if plan.has_block(p, at) else (0, 0)
         have = elements_of(weights.master[p.name]) if p.name in weights.master else 0
         assert have == stop - start, f"rank {rank} holds {have} elements of {p.name}, planned are {start} to {stop}"
-    here = [flat for flat in weights.buckets if flat.here]
-    masters = sum(flat.masters.numel() for flat in here if not flat.bucket.frozen)
-    kept = sum(elements_of(flat.part) * (1 if flat.bucket.frees_weights else flat.bucket.shards) for flat in here)
+    buckets = [flat for flat in weights.buckets if flat.here]
+    masters = sum(flat.masters.numel() for flat in buckets if not flat.bucket.frozen)
+    kept = sum(elements_of(flat.part) * (1 if flat.bucket.frees_weights else flat.bucket.shards) for flat in buckets)
     frozen = sum(elements_of(w) for name, w in weights.own_masters.items() if name in plan.frozen)
     counted = masters, kept, frozen
     planned = (
@@ -41,8 +41,8 @@ def check_held(trainer: Trainer) -> None:
     for name, box, _ in blocks:
         boxes[name].append(box)
     for held in state.held:
-        found, whole = boxes.pop(held.name, []), Box.whole_tensor(held.shape)
-        real = [cut for box in found if (cut := box.intersect_box(whole))]  # of a padded vocab
+        live, whole = boxes.pop(held.name, []), Box.whole_tensor(held.shape)
+        real = [cut for box in live if (cut := box.intersect_box(whole))]  # of a padded vocab
         said = [box for box, ranks in held.holders.items() if rank in ranks]
         assert sorted(real) == sorted(said), f"rank {rank} holds other blocks of {held.name} than the plan says"
     assert not boxes, f"rank {rank} holds {sorted(boxes)}, which the plan does not know"
@@ -59,12 +59,12 @@ def check_kept_parameters(trainer: Trainer, unit: int) -> None:
     Raises AssertionError.
     """
     check_held(trainer)
-    here = [flat for flat in trainer.weights.buckets if flat.here]
-    kept = sum(flat.masters.nbytes for flat in here)  # masters, and what is frozen
-    kept += sum(flat._whole.untyped_storage().nbytes() for flat in here if flat._whole is not flat.masters)
-    kept += sum(flat.part.nbytes for flat in here if flat.bucket.zero == 3 and not flat.bucket.frozen)
+    buckets = [flat for flat in trainer.weights.buckets if flat.here]
+    kept = sum(flat.masters.nbytes for flat in buckets)  # masters, and what is frozen
+    kept += sum(flat._whole.untyped_storage().nbytes() for flat in buckets if flat._whole is not flat.masters)
+    kept += sum(flat.part.nbytes for flat in buckets if flat.bucket.zero == 3 and not flat.bucket.frozen)
     assert kept == weight_bytes(trainer.plan, 0, trainer.communicator.coordinates)["parameters"]
-    in_4_bits = [flat for flat in here if flat.bucket.quantised]
+    in_4_bits = [flat for flat in buckets if flat.bucket.quantised]
     assert all(flat.masters.nbytes * unit == flat.bucket.shard_elements * NF4_UNITS[unit] for flat in in_4_bits)
 
 
@@ -81,8 +81,8 @@ def check_stages(plan: Plan) -> None:
     """
     for stage in range(plan.num_stages):
         part, names = plan.stage_part(stage), {p.name for p in plan.stage_part(stage).parameters}
-        here = {b for b in plan.buckets if names & b.parameter_ranges.keys()}
-        assert set(part.buckets) == here and len(part.buckets) == len(here), f"buckets of stage {stage}"
+        expected = {b for b in plan.buckets if names & b.parameter_ranges.keys()}
+        assert set(part.buckets) == expected and len(part.buckets) == len(expected), f"buckets of stage {stage}"
         for number, spans in part.buckets_by_chunk_span.items():
             assert list(map(set, spans)) == list(map(set, plan.buckets_by_chunk_span[number])), (
                 f"spans of chunk {number}"

@@ -38,12 +38,12 @@ class IndexedJob:
         """The environment of a container, as kubelet makes it."""
         labels = {"batch.kubernetes.io/controller-uid": UID, "batch.kubernetes.io/job-completion-index": str(index)}
         fields = {"status.podIP": ADDRESS, **{f"metadata.labels['{name}']": value for name, value in labels.items()}}
-        found = {"JOB_COMPLETION_INDEX": str(index)}
+        environment = {"JOB_COMPLETION_INDEX": str(index)}
         for variable in self.container["env"]:
             place = variable.get("valueFrom", {}).get("fieldRef")
             if place or "value" in variable:
-                found[variable["name"]] = fields[place["fieldPath"]] if place else variable["value"]
-        return found
+                environment[variable["name"]] = fields[place["fieldPath"]] if place else variable["value"]
+        return environment
 
     def command(self, index: int) -> list[str]:
         """The command of a container: `$(NAME)` replaced where there is such a variable, `$$` by `$`."""
@@ -127,5 +127,5 @@ class IndexedJob:
 
     def said(self) -> str:
         """The output of all pods."""
-        found = [self.folder / f"pod-{index}" for index in self.indices]
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in found if path.exists())
+        logs = [self.folder / f"pod-{index}" for index in self.indices]
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in logs if path.exists())

@@ -22,21 +22,21 @@ def moved(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     name = function.overloadpacket.__name__
     if name in FREE or is_view(function):
         return None
-    given, written = arguments(function, args, kwargs)
-    written -= {n for n, other in WRITTEN_WITH.items() if given.get(other) is None}
+    named, written = arguments(function, args, kwargs)
+    written -= {n for n, other in WRITTEN_WITH.items() if named.get(other) is None}
     unread = {n for n in written if n == "out" or name in OVERWRITE}
     if name in INDEXED:
-        given[INDEXED[name]] = given.get("src", out)
-    made = out if not any(r.alias_info for r in function._schema.returns) else ()
-    read = [x for n, x in given.items() if n not in unread]
-    return sum(touched(x) for x in tree_leaves((read, [given[n] for n in written], made)) if isinstance(x, Tensor))
+        named[INDEXED[name]] = named.get("src", out)
+    results = out if not any(r.alias_info for r in function._schema.returns) else ()
+    read = [x for n, x in named.items() if n not in unread]
+    return sum(touched(x) for x in tree_leaves((read, [named[n] for n in written], results)) if isinstance(x, Tensor))
 
 
 def arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """The arguments of a call by their names, and the names of those that it writes to, by its schema."""
     schema = function._schema
-    given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
-    return given, {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in given}
+    named = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
+    return named, {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write and a.name in named}
 
 
 def launched(function: Any, args: tuple[Any, ...]) -> int:
@@ -45,7 +45,7 @@ def launched(function: Any, args: tuple[Any, ...]) -> int:
     name = function.overloadpacket.__name__
     if not name.startswith("_foreach_"):
         return 1
-    types = [{x.dtype for x in tree_leaves(given) if isinstance(x, Tensor)} for given in args]
+    types = [{x.dtype for x in tree_leaves(argument) if isinstance(x, Tensor)} for argument in args]
     together = max(map(len, types)) == 1 if name == "_foreach_copy_" else len(set().union(*types)) == 1
     return 1 if together else len(args[0])
 

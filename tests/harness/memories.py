@@ -14,7 +14,7 @@ def opened(state, nodes, communicator, shared: bool = True, divided: bool = True
     """As a worker opens its own; unless `shared`, as where nobody finds the memory of others."""
     all_gather: Callable[[Any], list[Any]] = partial(all_gather_values, communicator)
     if not shared:
-        found, all_gather = all_gather, lambda value: found(value is not True and value)
+        gather, all_gather = all_gather, lambda value: gather(value is not True and value)
     memory = RankSnapshots.open(state, nodes, communicator.rank, all_gather, divided, base=base)
     assert memory.held.shared == shared
     communicator.connect_peers(find_copy_peers(memory.held.copies, communicator.rank))

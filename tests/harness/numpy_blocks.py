@@ -35,9 +35,9 @@ def whole(dims: Sequence[str], mesh: Mesh, seed: int = 0) -> np.ndarray:
 def split(x: np.ndarray, dims: Sequence[str], layout: Layout, mesh: Mesh) -> Blocks:
     sizes = dict(zip(dims, x.shape, strict=True))
 
-    def at(here) -> np.ndarray | None:
-        where = locate_block(dims, sizes, layout, mesh, here)
-        return x[tuple(slice(o, o + n) for o, n in where)] if layout.has_block(here) else None
+    def at(coordinates) -> np.ndarray | None:
+        where = locate_block(dims, sizes, layout, mesh, coordinates)
+        return x[tuple(slice(o, o + n) for o, n in where)] if layout.has_block(coordinates) else None
 
     return [at(mesh.rank_coordinates(rank)) for rank in range(mesh.world_size)]
 
@@ -86,5 +86,5 @@ def _step(step: RelayoutStep, blocks: Blocks, mesh: Mesh, rank: int) -> np.ndarr
     raise AssertionError(step.op)
 
 
-def equal(found: Blocks, wanted: Blocks) -> bool:
-    return all(a is b if a is None or b is None else np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+def equal(actual: Blocks, wanted: Blocks) -> bool:
+    return all(a is b if a is None or b is None else np.array_equal(a, b) for a, b in zip(actual, wanted, strict=True))

@@ -338,9 +338,12 @@ def locate_part(plan: Plan, p: Parameter, rank: int) -> tuple[tuple[slice, ...],
     if _located[0] is not plan:
         _located = plan, {}
     if (key := (p.name, rank)) not in _located[1]:
-        here, place = plan.mesh.rank_coordinates(rank), None
-        if plan.has_block(p, here):
-            place = tuple(slice(o, o + n) for o, n in plan.locate_block(p, here)), *plan.shard_range(p, here)
+        coordinates, place = plan.mesh.rank_coordinates(rank), None
+        if plan.has_block(p, coordinates):
+            place = (
+                tuple(slice(o, o + n) for o, n in plan.locate_block(p, coordinates)),
+                *plan.shard_range(p, coordinates),
+            )
         _located[1][key] = place
     return _located[1][key]
 
@@ -394,8 +397,8 @@ def compare(c: Config, plan: Plan, results: Sequence[Result], expected: Result) 
         parts[f"moment {kind}"] = (lambda r, kind=kind: r.moments[kind]), 1e-10, 1e-13 * max(largest, largest**2)
     for what, (pick, relative, absolute) in parts.items():
         trained = what == "gradient" or what.startswith("moment")
-        found, wanted = assemble(plan, results, pick, trained), pick(expected)
-        for name, value in found.items():
+        actual, wanted = assemble(plan, results, pick, trained), pick(expected)
+        for name, value in actual.items():
             whole = wanted[name][tuple(slice(n) for n in value.shape)]  # a large vocab is padded on one worker too
             error = (value - whole).abs().max()
             bound = relative * whole.abs().max() + absolute
@@ -419,8 +422,8 @@ def count_flips(c: Config, plan: Plan, results: Sequence[Result], expected: Resu
     einsums = [(o.operation, e) for o in plan.operations.values() for g in o.groups for e in g.einsums if e.scaled]
     names = {o.inputs[1 + e.index].name for o, e in einsums}
     weights = assemble(plan, results, lambda r: r.final) if how and names else {}
-    for name, found in ((name, weights[name]) for name in names):
-        pair = [x.flatten(1).double() for x in (found, expected.final[name][tuple(map(slice, found.shape))])]
+    for name, weight in ((name, weights[name]) for name in names):
+        pair = [x.flatten(1).double() for x in (weight, expected.final[name][tuple(map(slice, weight.shape))])]
         codes = [quantise_matrices(x, how.tiles[1], "e4m3", how.powers).values.view(torch.uint8) for x in pair]
         flips += int((codes[0] != codes[1]).sum())
     return flips
@@ -464,13 +467,13 @@ def examine(c: Config, plan: Plan, results: Sequence[Result]) -> None:
 
 def check_bytes(plan: Plan, results: Sequence[Result]) -> None:
     """Bytes moved are those of the plan or, of rows of experts, those of their routing, and no more than planned."""
-    found, most = counted(results), communication(plan)
-    assert found == replay_traffic(plan, [r.routing for r in results]), "bytes moved"
+    moved, most = counted(results), communication(plan)
+    assert moved == replay_traffic(plan, [r.routing for r in results]), "bytes moved"
     of_rows = {
         collective_label(c.op, plan.mesh.order_axes(c.axes))
         for o in plan.operations.values()
         for c in o.collectives
         if c.rows
     }
-    assert all(n <= most[key] if key in of_rows else n == most[key] for key, n in found.items()), "bytes planned"
-    assert found.keys() >= most.keys() - of_rows, "bytes planned"
+    assert all(n <= most[key] if key in of_rows else n == most[key] for key, n in moved.items()), "bytes planned"
+    assert moved.keys() >= most.keys() - of_rows, "bytes planned"

@@ -37,16 +37,16 @@ def cover(
     pool = [(case, pairs(case), cost(case)) for case in cases]
     random.Random(seed).shuffle(pool)
     missing = set().union(*(p for _, p, _ in pool))
-    worth = [(-len(found) / price, i) for i, (_, found, price) in enumerate(pool)]  # at most: it only falls
+    worth = [(-len(covered) / price, i) for i, (_, covered, price) in enumerate(pool)]  # at most: it only falls
     heapq.heapify(worth)
     chosen = []
     while missing:
         most, i = worth[0]
-        case, found, price = pool[i]
-        now = -len(found & missing) / price
+        case, covered, price = pool[i]
+        now = -len(covered & missing) / price
         if now > most:
             heapq.heapreplace(worth, (now, i))
             continue
         chosen.append(case)
-        missing -= found
+        missing -= covered
     return chosen

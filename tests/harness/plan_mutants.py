@@ -19,21 +19,21 @@ Steps = Callable[[Sequence[RelayoutStep]], Sequence[RelayoutStep]]
 
 def with_operations(plan: Plan, kind: str, name: str, change: Change) -> Plan:
     """Change the operations of a kind whose names match a pattern; there must be some."""
-    found = [key for chunk in plan.chunks for key in chunk.operations if key[0] == kind and fnmatch(key[1], name)]
-    assert found, f"no {kind} {name}"
+    keys = [key for chunk in plan.chunks for key in chunk.operations if key[0] == kind and fnmatch(key[1], name)]
+    assert keys, f"no {kind} {name}"
 
     def changed(chunk: Chunk) -> Chunk:
-        return replace(chunk, operations={k: change(o) if k in found else o for k, o in chunk.operations.items()})
+        return replace(chunk, operations={k: change(o) if k in keys else o for k, o in chunk.operations.items()})
 
     return replace(plan, chunks=tuple(map(changed, plan.chunks)))
 
 
 def with_reductions(plan: Plan, name: str, change: Callable[[Sequence[str]], Sequence[str]]) -> Plan:
     """Change over which axes the gradients of parameters whose names match a pattern are summed once a step."""
-    found = [p.name for p in plan.parameters if fnmatch(p.name, name)]
-    assert found, f"no parameter {name}"
+    names = [p.name for p in plan.parameters if fnmatch(p.name, name)]
+    assert names, f"no parameter {name}"
     return replace(
-        plan, reductions={n: tuple(change(axes)) if n in found else axes for n, axes in plan.reductions.items()}
+        plan, reductions={n: tuple(change(axes)) if n in names else axes for n, axes in plan.reductions.items()}
     )
 
 
@@ -67,8 +67,7 @@ def with_steps(part: str, way: str, change: Steps) -> Change:
     Something must change."""
 
     def changed(planned: PlannedOperation) -> PlannedOperation:
-        (found,) = [(c, put) for name, c, put in conversions(planned) if name == part]
-        c, put = found
+        ((c, put),) = [(c, put) for name, c, put in conversions(planned) if name == part]
         steps = tuple(change(getattr(c, way)))
         assert steps != getattr(c, way), f"{planned.operation.kind} {planned.operation.name} {part} {way}: {steps}"
         return put(replace(c, **{way: steps}))
@@ -133,8 +132,8 @@ def with_steps_where(plan: Plan, kind: str, name: str, part: str, way: str, chan
     def changed(planned: PlannedOperation) -> PlannedOperation:
         if planned.operation.kind != kind or not fnmatch(planned.operation.name, name):
             return planned
-        found = [(c, put) for known, c, put in conversions(planned) if known == part]
-        for c, put in found:
+        matches = [(c, put) for known, c, put in conversions(planned) if known == part]
+        for c, put in matches:
             planned = put(replace(c, **{way: tuple(change(getattr(c, way)))}))
         return planned
 

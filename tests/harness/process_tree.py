@@ -7,24 +7,24 @@ from pathlib import Path
 
 def parents():
     """Process id -> its parent's, of everything that runs; what only waits to be reaped is left out."""
-    found = {}
+    tree = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if state not in "ZX":
-            found[int(stat.parent.name)] = int(parent)
-    return found
+            tree[int(stat.parent.name)] = int(parent)
+    return tree
 
 
 def descendants(pid=None):
     """Of this process, or of `pid`; without multiprocessing's resource tracker, which ends with its process."""
-    tree, found, new = parents(), set(), {pid or os.getpid()}
+    tree, below, new = parents(), set(), {pid or os.getpid()}
     while new:
-        new = {child for child, parent in tree.items() if parent in new} - found
-        found |= new
-    return {pid for pid in found if b"resource_tracker" not in _command(pid)}
+        new = {child for child, parent in tree.items() if parent in new} - below
+        below |= new
+    return {pid for pid in below if b"resource_tracker" not in _command(pid)}
 
 
 def gone(pids, seconds=20):

@@ -19,14 +19,14 @@ class Use(NamedTuple):
     @classmethod
     def of(cls, pids: Iterable[int]) -> Use | None:
         """Return the most of those that still run."""
-        found = []
+        uses = []
         for pid in pids:
             with suppress(OSError, KeyError):
                 status = Path(f"/proc/{pid}/status").read_text()
                 field = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
                 mb = int(field["VmRSS"].split()[0]) / 1024
-                found.append(cls(mb, len(os.listdir(f"/proc/{pid}/fd")), int(field["Threads"])))
-        return cls(*map(max, zip(*found, strict=True))) if found else None
+                uses.append(cls(mb, len(os.listdir(f"/proc/{pid}/fd")), int(field["Threads"])))
+        return cls(*map(max, zip(*uses, strict=True))) if uses else None
 
     def __str__(self) -> str:
         return f"{self.mb:7.0f} {self.files:5} {self.threads:7}"

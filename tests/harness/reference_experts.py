@@ -145,14 +145,14 @@ def loss_of(c: Model, w: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -
             x = x + torch.stack([torch.stack([feed_forward(c, w, f"{name}.mlp", t) for t in row]) for row in h])
             continue
         factors = jitter(c, f"{name}.mlp", h.shape)
-        found = [
+        outputs = [
             experts(c, w, f"{name}.mlp", row, ids >= 0, noise)
             for row, ids, noise in zip(h, tokens, factors, strict=True)
         ]
-        x = x + torch.stack([y for y, *_ in found])
-        auxiliary = auxiliary + torch.stack([losses for _, losses, *_ in found])
-        loads[f"{name}.mlp"] = sum(choices for *_, choices, _ in found)
-        dropped += sum(count for *_, count in found)
+        x = x + torch.stack([y for y, *_ in outputs])
+        auxiliary = auxiliary + torch.stack([losses for _, losses, *_ in outputs])
+        loads[f"{name}.mlp"] = sum(choices for *_, choices, _ in outputs)
+        dropped += sum(count for *_, count in outputs)
     logits = norm(x, "norm") @ w["embedding"][: c.vocab].t()
     counted = labels >= 0
     more = auxiliary[counted].mean()

@@ -101,9 +101,9 @@ class ReferenceModel(nn.Module):
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Takes whole tensors under the platform's names."""
-        here = self.names()
-        assert set(here) == set(weights), set(here) ^ set(weights)
-        for name, parameter in here.items():
+        parameters = self.names()
+        assert set(parameters) == set(weights), set(parameters) ^ set(weights)
+        for name, parameter in parameters.items():
             w = weights[name][: self.config.vocab] if name in ("embedding", "head") else weights[name]  # unpadded
             parameter.copy_(w.reshape(parameter.shape))
 

@@ -112,7 +112,7 @@ def attention(c: Model, w: Weights, name: str, x: Tensor, memory: Tensor, scores
 def delta(c: Model, w: Weights, name: str, x: Tensor, begins: Tensor | None) -> Tensor:
     """A gated delta rule and its convolutions, one token after another; x [batch, length, d_model]."""
 
-    def made(kind: str) -> Tensor:
+    def project_input(kind: str) -> Tensor:
         weight = w[f"{name}.{kind}"]
         y = (x @ weight.flatten(0, -2).t()).unflatten(-1, weight.shape[:-1])
         if (taps := w.get(f"{name}.{kind}_taps")) is None:
@@ -126,7 +126,7 @@ def delta(c: Model, w: Weights, name: str, x: Tensor, begins: Tensor | None) -> 
             rows.append(row / (1 + torch.exp(-row)))
         return torch.stack(rows, 1)
 
-    q, k, v, gate, strength, decay = map(made, ("query", "key", "value", "gate", "strength", "decay"))
+    q, k, v, gate, strength, decay = map(project_input, ("query", "key", "value", "gate", "strength", "decay"))
     q, k = (y / (y.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     q, k = (y.repeat_interleave(v.shape[2] // k.shape[2], 2) for y in (q / math.sqrt(q.shape[-1]), k))
     state, rows = torch.zeros(*v[:, 0].shape[:2], k.shape[-1], v.shape[-1], dtype=x.dtype), []

@@ -45,13 +45,13 @@ def calls_of(run: str, target: int = min(TARGETS)) -> tuple[Call, ...]:
 
 @cache
 def _calls_on(run: str, target: int) -> tuple[Call, ...]:
-    found: dict[Call, None] = {}
+    calls: dict[Call, None] = {}
 
     def region(function):
         as_on_gpus = traced(function) if isinstance(function, TracedFunction) else function
 
         def called(*arguments):
-            found.setdefault(call_of(as_on_gpus, arguments))
+            calls.setdefault(call_of(as_on_gpus, arguments))
             return function(*arguments)
 
         return called
@@ -70,7 +70,7 @@ def _calls_on(run: str, target: int) -> tuple[Call, ...]:
                 validation_loss(trainer)
         compiled_blocks._split_graph.cache_clear()
         compiled_blocks._partition_graph.cache_clear()
-    return tuple(found)
+    return tuple(calls)
 
 
 def traced(function: TracedFunction) -> Traced:

@@ -33,7 +33,7 @@ NONE_LENT: Mapping[str, Lent] = MappingProxyType({})
 class _Layer(NamedTuple):
     """Numbers of rows in a pass of a layer: by rank, at its experts, and sent from its tokens to others' experts."""
 
-    here: Mapping[int, int]
+    local: Mapping[int, int]
     away: Mapping[int, int]
 
 
@@ -115,14 +115,16 @@ def _count_moved_elements(plan: Plan, c: Collective, layer_pass: _Layer) -> int:
     groups = [
         group
         for group in mesh.list_groups(c.axes)
-        if group[0] in layer_pass.here and is_at_index_zero(c.only, mesh.rank_coordinates(group[0]))
+        if group[0] in layer_pass.local and is_at_index_zero(c.only, mesh.rank_coordinates(group[0]))
     ]
-    return sum(TRAFFIC[c.op](len(group), layer_pass.here[group[0]] * _row_width(plan, c, group[0])) for group in groups)
+    return sum(
+        TRAFFIC[c.op](len(group), layer_pass.local[group[0]] * _row_width(plan, c, group[0])) for group in groups
+    )
 
 
 def _sum_row_widths(plan: Plan, c: Collective, layer_pass: _Layer) -> int:
     """Return the elements of a row of the collective `c` on one rank of each of its groups in a pass, added up."""
-    active_ranks = (rank for rank in layer_pass.here if is_at_index_zero(c.only, plan.mesh.rank_coordinates(rank)))
+    active_ranks = (rank for rank in layer_pass.local if is_at_index_zero(c.only, plan.mesh.rank_coordinates(rank)))
     return sum(_row_width(plan, c, rank) for rank in active_ranks) // plan.mesh.count_ranks(c.axes)
 
 

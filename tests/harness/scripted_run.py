@@ -14,8 +14,8 @@ TYPED = Command(["+experiment=x", "a='b c'", "checkpoint.resume=never"])
 
 def events(config, *names):
     """All, or those of these names."""
-    found = JsonLines.read_objects(Path(config.run.dir, "journal.jsonl"))
-    return [e for e in found if not names or e["event"] in names]
+    journal = JsonLines.read_objects(Path(config.run.dir, "journal.jsonl"))
+    return [e for e in journal if not names or e["event"] in names]
 
 
 def names(config):

@@ -17,10 +17,10 @@ def job(step: int) -> Job:
 
 def newest(storage) -> int:
     """The step of the newest checkpoint that can be trusted, once its values are seen to be those of that step."""
-    found = find_newest_checkpoint(storage)
-    assert found.manifest is not None and found.directory is not None
-    step = found.manifest.meta.step
-    job(step).check(job(step).restore(storage, found.directory, found.manifest))
+    checkpoint = find_newest_checkpoint(storage)
+    assert checkpoint.manifest is not None and checkpoint.directory is not None
+    step = checkpoint.manifest.meta.step
+    job(step).check(job(step).restore(storage, checkpoint.directory, checkpoint.manifest))
     return step
 
 

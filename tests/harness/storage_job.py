@@ -65,21 +65,21 @@ class Job:
         for name, t in tensors.items():
             cuts = [sorted({0, size, *draw.integers(0, size, 2).tolist()}) for size in t.shape]
             spans = [[(a, b - a) for a, b in zip(c, c[1:], strict=False)] for c in cuts]
-            found = []
+            places = []
             for cell in product(*spans):
                 box = Box.build_box(cell)
                 if cell and draw.random() < 0.2 and box.offset[0] + box.extent[0] == t.shape[0]:
                     box = Box(box.offset, (box.extent[0] + 2, *box.extent[1:]))  # padded, as vocab is
                 ranks = draw.permutation(world_size)[: draw.integers(1, world_size + 1)]
-                found += [(int(r), box) for r in ranks]
-            holds[name] = sorted(found)
+                places += [(int(r), box) for r in ranks]
+            holds[name] = sorted(places)
         return cls(tensors, holds, world_size)
 
     def blocks(self, rank: int, *, empty: bool = False, dtype: torch.dtype | None = None) -> list[Block]:
         out = []
-        for name, found in self.holds.items():
+        for name, places in self.holds.items():
             whole = self.tensors[name]
-            for r, box in found:
+            for r, box in places:
                 if r == rank:
                     block = torch.full(box.extent, -1, dtype=dtype or whole.dtype)
                     real = box.intersect_box(Box.whole_tensor(whole.shape))

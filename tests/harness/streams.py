@@ -237,11 +237,11 @@ def races(notes: Sequence[Note], without: Site | None = None) -> list[str]:
 
 def waits(notes: Sequence[Note]) -> dict[Site, int]:
     """The places in the runtime at which something is waited for, and how often."""
-    found: dict[Site, int] = defaultdict(int)
+    counts: dict[Site, int] = defaultdict(int)
     for note in notes:
         if isinstance(note, Waited) and note.site:
-            found[note.site] += 1
-    return found
+            counts[note.site] += 1
+    return counts
 
 
 def shared(notes: Sequence[Note]) -> list[str]:
@@ -365,8 +365,8 @@ class Recorder(TorchDispatchMode):
 
     def wait(self, stream: str, event: int) -> None:
         """The runtime waits, at the place that is found here."""
-        here = (_site(frame, _call(frame)) for frame in _frames() if frame.f_code not in PASSES_ON)
-        self._note(Waited(stream, event, next(here, None)))
+        sites = (_site(frame, _call(frame)) for frame in _frames() if frame.f_code not in PASSES_ON)
+        self._note(Waited(stream, event, next(sites, None)))
 
     def timed(self, event: int) -> None:
         self._note(Timed(event, _places()))
@@ -471,18 +471,18 @@ class Recorder(TorchDispatchMode):
     def _launched(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note a kernel, with what it reads and writes by its schema."""
         name, (asked, written) = function.overloadpacket.__name__, arguments(function, args, kwargs)
-        given = {n: [x for x in tree_leaves(x) if isinstance(x, Tensor)] for n, x in asked.items()}
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        touched = [x for found in given.values() for x in found] + made
+        named = {n: [x for x in tree_leaves(x) if isinstance(x, Tensor)] for n, x in asked.items()}
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        touched = [x for tensors in named.values() for x in tensors] + results
         stream = self.current_stream().name
         if name in FREE or is_view(function) or not touched:
-            self._all(made, stream)
+            self._all(results, stream)
             return
         on_card = any(x.device == CARD for x in touched)
         if on_card and name not in COPIES:  # numbers of the host are arguments of a kernel
-            given = {n: [x for x in found if x.device == CARD] for n, found in given.items()}
-        inputs = self._all(x for found in given.values() for x in found)
-        writes = self._all(x for n in written for x in given[n]) | (self._all(made, stream) - inputs)
+            named = {n: [x for x in tensors if x.device == CARD] for n, tensors in named.items()}
+        inputs = self._all(x for tensors in named.values() for x in tensors)
+        writes = self._all(x for n in written for x in named[n]) | (self._all(results, stream) - inputs)
         reads = frozenset() if ASKS_ONLY.fullmatch(name) else inputs - writes
         self._note(Work(stream if on_card else self.host, reads, writes, name, _places()))
         if on_card and any(x.device != CARD for x in touched) and not asked.get("non_blocking"):

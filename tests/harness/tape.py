@@ -109,8 +109,8 @@ class TapedGraph:
         self.tape.clear()
         self.end = inf
 
-    def launch(self, number: int, start: Callable[..., Callable[[], Any]], *given: Any) -> None:
-        self.flights[number] = start(*given)
+    def launch(self, number: int, start: Callable[..., Callable[[], Any]], *inputs: Any) -> None:
+        self.flights[number] = start(*inputs)
 
     def wait(self, number: int) -> None:
         self.flights.pop(number)()
@@ -120,9 +120,9 @@ class TapedGraph:
         assert self.end < inf, "a graph is replayed when it is recorded"
         self.replayed += 1
         self.pool.overwrite(self.begin, self.end)
-        for function, args, kwargs, made in self.tape:
+        for function, args, kwargs, results in self.tape:
             out = function(*resolve(args), **{name: resolve(x) for name, x in kwargs.items()})
-            for i, place in made:
+            for i, place in results:
                 place.tensor().copy_(tree_leaves(out)[i])
         self.pool.show()
 
@@ -192,19 +192,19 @@ class Recording(TorchDispatchMode):
         for x in (x for n in written for x in tree_leaves(asked[n]) if isinstance(x, Tensor)):
             self._keep(x)
         recorded = self._places((args, kwargs))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = function(*args, **kwargs)
         if "empty" in name:  # what a collective would write, which is not executed: numbers that may be indices
             out.zero_()
-        made = []
+        results = []
         for i, x in enumerate(tree_leaves(out)):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in inputs:
                 storage = x.untyped_storage()
                 memory = torch.UntypedStorage(storage.nbytes())
                 self._pool.storages[storage._cdata] = Pooled(StorageWeakRef(storage), memory, next(NOW))
-                made.append((i, self._place(x)))
-        if made or written:
-            self._graph.tape.append((function, *recorded, made))
+                results.append((i, self._place(x)))
+        if results or written:
+            self._graph.tape.append((function, *recorded, results))
         return out
 
     def _place(self, x: Tensor) -> Place:
@@ -231,7 +231,7 @@ def recording(device: str = "cpu") -> Iterator[list[TapedGraph]]:
     """Let this kind of device record graphs; the list has all that are made."""
     graphs: list[TapedGraph] = []
 
-    def made() -> TapedGraph:
+    def build_graph() -> TapedGraph:
         graphs.append(TapedGraph())
         return graphs[-1]
 
@@ -248,6 +248,6 @@ def recording(device: str = "cpu") -> Iterator[list[TapedGraph]]:
         patch.setattr(recorded_passes, "RECORDING", {"cuda", device})
         patch.setattr(Communicator, "_issue_collective", issue_or_record)
         patch.setattr(SectionClock, "is_followed", True)  # compiled blocks issue their collectives so too
-        for name, value in {"CUDAGraph": made, "graph": Recording, "graph_pool_handle": Pool}.items():
+        for name, value in {"CUDAGraph": build_graph, "graph": Recording, "graph_pool_handle": Pool}.items():
             patch.setattr(torch.cuda, name, value)
         yield graphs

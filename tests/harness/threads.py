@@ -38,7 +38,7 @@ class _Meeting:
 
     def __init__(self, kind: tuple):
         self.kind = kind
-        self.given: dict[int, Tensor] = {}
+        self.blocks: dict[int, Tensor] = {}
         self.complete = threading.Event()
         self.left = 0
 
@@ -100,17 +100,17 @@ class ThreadGroups(Communicator):
                 raise RuntimeError(f"rank {self.rank} calls {kind} where its group {group} calls {meeting.kind}")
             # A copy: once this rank has waited, it may change what it gave, read or not by the others. Gradients do:
             # where the local batch is one sequence, a position table's gradient is a view of its activation's.
-            meeting.given[self.rank] = x.clone()
-            if world.failure or len(meeting.given) == len(group):
+            meeting.blocks[self.rank] = x.clone()
+            if world.failure or len(meeting.blocks) == len(group):
                 meeting.complete.set()
 
         def wait() -> None:
             if not world.wait(meeting.complete):
-                raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.given)} in {kind}")
+                raise TimeoutError(f"rank {self.rank} waits for {set(group) - set(meeting.blocks)} in {kind}")
             if world.failure:
                 raise RuntimeError("another rank failed") from world.failure
             with world.lock:
-                parts = [meeting.given[r] for r in group]
+                parts = [meeting.blocks[r] for r in group]
                 meeting.left += 1
                 if meeting.left == len(group):
                     del world.meetings[key]
@@ -180,13 +180,13 @@ class ThreadGroups(Communicator):
         return wait
 
     def all_gather_texts(self, text):
-        given = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        encoded = torch.tensor(list(text.encode()), dtype=torch.uint8)
         others = [peer for peer in range(self.mesh.world_size) if peer != self.rank]
         sizes = {peer: torch.tensor(0) for peer in others}
-        self.transfer([(peer, torch.tensor(len(given))) for peer in others], list(sizes.items()))
-        texts = {peer: given.new_empty(int(n)) for peer, n in sizes.items()}
-        self.transfer([(peer, given) for peer in others], list(texts.items()))
-        return [bytes({**texts, self.rank: given}[peer].tolist()).decode() for peer in range(self.mesh.world_size)]
+        self.transfer([(peer, torch.tensor(len(encoded))) for peer in others], list(sizes.items()))
+        texts = {peer: encoded.new_empty(int(n)) for peer, n in sizes.items()}
+        self.transfer([(peer, encoded) for peer in others], list(texts.items()))
+        return [bytes({**texts, self.rank: encoded}[peer].tolist()).decode() for peer in range(self.mesh.world_size)]
 
     def transfer(self, sent, received):
         for peer, x in sent:

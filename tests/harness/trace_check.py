@@ -51,4 +51,4 @@ def faults(trace: Mapping[str, Any]) -> Iterator[str]:
     for e in events:
         if e["ph"] in "sf":
             ends[e["cat"], e["id"]].append(e["ph"])
-    yield from (f"an arrow {at} has {found}" for at, found in ends.items() if sorted(found) != ["f", "s"])
+    yield from (f"an arrow {at} has {phases}" for at, phases in ends.items() if sorted(phases) != ["f", "s"])

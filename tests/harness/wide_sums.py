@@ -46,8 +46,8 @@ def errors(device: str, precision: str, microbatches: int) -> tuple[float, float
     plan = make_plan(c := configure(precision=precision, layers=1))
     trainer = trainer_of(c, plan, SingleRank(plan.mesh, device))
     name, w = next((n, w) for n, w in trainer.weights.compute.items() if n.endswith("up"))
-    found = find_bucket_of_leaf(w)
-    assert found
+    owner = find_bucket_of_leaf(w)
+    assert owner
     rows, columns = w.shape
     dims = ("token", "row"), ("token", "column"), ("row", "column")
     draw = torch.Generator(device).manual_seed(0)
@@ -57,9 +57,9 @@ def errors(device: str, precision: str, microbatches: int) -> tuple[float, float
         x, y = (torch.randn(TOKENS, n, generator=draw, device=device).add_(0.5) for n in (rows, columns))
         x, y = x.to(w.dtype), y.to(w.dtype)
         compute_and_add_gradient(w, partial(local_einsum_function(*dims), x, y, None))
-        found[0].end_backward_pass()
+        owner[0].end_backward_pass()
         exact += x.double().t() @ y.double()
         narrow += x.t() @ y
-    summed = found[0].gradient_sums()[name]
+    summed = owner[0].gradient_sums()[name]
     assert summed.dtype == DTYPES[precision][1]
     return tuple(float((x.double() - exact).norm() / exact.norm()) for x in (summed, narrow))

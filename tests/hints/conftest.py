@@ -48,10 +48,12 @@ def places(tmp_path_factory) -> dict[str, str]:
     (folder / "text.jsonl").write_text("\n".join(lines))
     (folder / "ids.jsonl").write_text('{"ids": [1, 2, 3]}\n{"ids": [3, 4]}\n')
     (folder / "pairs.jsonl").write_text('{"source": "the plan", "target": "its data"}\n' * 60)
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<s>", "</s>", *WORDS])}, unk_token="</s>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.add_special_tokens(["<s>", "</s>"])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["<s>", "</s>", *WORDS])}, unk_token="</s>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     names = {
         "run": "run",
         "text": "text.jsonl",
@@ -65,14 +67,14 @@ def places(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module")  # Hydra is open in one place at a time: other modules open it too
 def composers():
     """`open_composer` with Hydra open already, which is most of what a command takes."""
-    made: dict[str, Composer] = {}
+    composers_by_values: dict[str, Composer] = {}
 
     @contextmanager
     def again(config_dir, stored=None):
         if config_dir is not None:  # no row has files of its own
             with open_composer(config_dir):
                 raise AssertionError(config_dir)
-        yield made.setdefault(json.dumps(stored), Composer([], stored or {}))
+        yield composers_by_values.setdefault(json.dumps(stored), Composer([], stored or {}))
 
     with open_composer(None), mock.patch.dict(fields.KEYS, SHIPPED):
         yield again
@@ -82,7 +84,7 @@ def composers():
 def refused(places, composers, tmp_path, monkeypatch, capsys):
     """`refused(typed)`: the lines of a command that is refused, none if it is accepted."""
 
-    def accept(*given, **named):
+    def accept(*arguments, **named):
         raise Accepted
 
     monkeypatch.chdir(tmp_path)
@@ -130,7 +132,7 @@ def launch_refused(composers, tmp_path, monkeypatch):
 
 
 def _filled(argument: str, places: dict[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), argument)
+    return re.sub(r"\{(\w+)\}", lambda match: places.get(match[1], match[0]), argument)
 
 
 def typed_of(row: str) -> list[str]:

@@ -26,13 +26,13 @@ MOST = 8  # hints in a row
 
 def hints(line: str) -> list[tuple[str, str]]:
     """Return the hints of a line that can be typed, each as (key, argument); none for what is said in words."""
-    if not (found := LINE.fullmatch(line)) or NAMES.match(line):
+    if not (match := LINE.fullmatch(line)) or NAMES.match(line):
         return []
     out = []
-    for item in _items(found["hint"]):
+    for item in _items(match["hint"]):
         if ": unknown key; " in line:  # the hints are keys
-            item = f"{item}={found['value']}"
-        typed = item if ARGUMENT.fullmatch(item) else f"{found['key']}={_value(found['key'], item)}"
+            item = f"{item}={match['value']}"
+        typed = item if ARGUMENT.fullmatch(item) else f"{match['key']}={_value(match['key'], item)}"
         if all(not re.search(r"[A-Z]{4,}|[^,] ", one.partition("=")[2]) for one in _several(typed)):
             out.append((typed.partition("=")[0], typed))
     return out

@@ -70,19 +70,19 @@ def _text(node: ast.JoinedStr | ast.Constant) -> str:
 @contextmanager
 def reached() -> Iterator[set[tuple[str, int]]]:
     """Collect (file, line) of every call of `violation`, wherever it was imported, in the block."""
-    found: set[tuple[str, int]] = set()
+    sites: set[tuple[str, int]] = set()
     original = refusals.format_violation
 
-    def recorded(*given: Any, **named: Any) -> str:
+    def recorded(*arguments: Any, **named: Any) -> str:
         frame: FrameType | None = sys._getframe(1)
         if frame and frame.f_code.co_name == "__init__":
             frame = frame.f_back
         while frame and frame.f_code.co_name.startswith("<"):  # a comprehension's, in Python 3.11
-            found.add((frame.f_code.co_filename, frame.f_lineno))
+            sites.add((frame.f_code.co_filename, frame.f_lineno))
             frame = frame.f_back
         if frame:
-            found.add((frame.f_code.co_filename, frame.f_lineno))
-        return original(*given, **named)
+            sites.add((frame.f_code.co_filename, frame.f_lineno))
+        return original(*arguments, **named)
 
     modules = [refusals, *(m for name, m in list(sys.modules.items()) if name.startswith("platform."))]
     holders = [m for m in modules if isinstance(m, ModuleType) and vars(m).get("format_violation") is original]
@@ -90,7 +90,7 @@ def reached() -> Iterator[set[tuple[str, int]]]:
     try:
         for patch in patches:
             patch.start()
-        yield found
+        yield sites
     finally:
         for patch in patches:
             patch.stop()

@@ -24,7 +24,7 @@ Function = tuple[str, str, str]  # place, signature, docstring
 def functions(path: Path, said: Mapping[tuple[str, str], str] | None = None) -> list[Function]:
     """Return the functions and methods of a file, also inside of others, whose names then stand before theirs, with ""
     for a missing docstring. `said`: docstrings that an override inherits, (class, method) -> text."""
-    found = []
+    drawn = []
 
     def visit(node: ast.AST, owner: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -34,12 +34,12 @@ def functions(path: Path, said: Mapping[tuple[str, str], str] | None = None) -> 
                 place = f"{path.relative_to(PACKAGE.parent)}:{child.lineno}"
                 signature = f"{owner}{child.name}({ast.unparse(child.args)}){returns}"
                 inherited = (said or {}).get((owner.rstrip("."), child.name), "")
-                found.append((place, signature, ast.get_docstring(child) or inherited))
+                drawn.append((place, signature, ast.get_docstring(child) or inherited))
                 name = f"{owner}{child.name}()."
             visit(child, f"{child.name}." if isinstance(child, ast.ClassDef) else name)
 
     visit(ast.parse(path.read_text()), "")
-    return found
+    return drawn
 
 
 def inherited_docstrings(paths: Iterable[Path]) -> dict[tuple[str, str], str]:

@@ -104,15 +104,15 @@ def long_docstrings(source: str) -> Iterator[str]:
 @cache
 def classes() -> dict[str, tuple[set[str], set[str]]]:
     """Return the classes of the package: the names of their bases, and of their methods."""
-    found: dict[str, tuple[set[str], set[str]]] = {}
+    known_classes: dict[str, tuple[set[str], set[str]]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(parsed(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
                 methods = {item.name for item in node.body if isinstance(item, Function)}
-                known = found.get(node.name, (set(), set()))
-                found[node.name] = (known[0] | bases, known[1] | methods)
-    return found
+                known = known_classes.get(node.name, (set(), set()))
+                known_classes[node.name] = (known[0] | bases, known[1] | methods)
+    return known_classes
 
 
 def overrides(name: str, bases: set[str]) -> bool:
@@ -161,17 +161,18 @@ RULES: dict[str, Callable[[str], Iterator[str]]] = {
 
 def broken(rule: str) -> dict[str, list[str]]:
     """Return where a rule is broken: the files of the package, each with its lines."""
-    found = {str(p.relative_to(PACKAGE)): list(RULES[rule](p.read_text())) for p in sorted(PACKAGE.rglob("*.py"))}
-    return {path: there for path, there in found.items() if there}
+    breaches = {str(p.relative_to(PACKAGE)): list(RULES[rule](p.read_text())) for p in sorted(PACKAGE.rglob("*.py"))}
+    return {path: lines for path, lines in breaches.items() if lines}
 
 
 def main(rule: str = "") -> None:
     """Print how often each rule is broken, or where one is."""
     for name in [rule] if rule else RULES:
-        found = broken(name)
-        print(f"{name}: {sum(map(len, found.values()))} in {len(found)} files")
-        for path, there in Counter({path: len(there) for path, there in found.items()}).most_common() if rule else ():
-            print(f"{path}: {there}", *(f"    {line}" for line in found[path]), sep="\n")
+        breaches = broken(name)
+        print(f"{name}: {sum(map(len, breaches.values()))} in {len(breaches)} files")
+        counts = Counter({path: len(lines) for path, lines in breaches.items()})
+        for path, count in counts.most_common() if rule else ():
+            print(f"{path}: {count}", *(f"    {line}" for line in breaches[path]), sep="\n")
 
 
 if __name__ == "__main__":

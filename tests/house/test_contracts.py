@@ -55,8 +55,8 @@ def test_the_root_contract_names_every_module():
 
 def chains(text: str) -> list[list[set[str]]]:
     """Return the import orders that a text shows, as `{a, b} -> c -> ...` of at least four steps of rooms."""
-    found = re.findall(r"`((?:\{[\w, ]+\}|\w+)(?: -> (?:\{[\w, ]+\}|\w+)){3,})`", text)
-    steps = [[set(re.findall(r"\w+", step)) for step in chain.split(" -> ")] for chain in found]
+    matches = re.findall(r"`((?:\{[\w, ]+\}|\w+)(?: -> (?:\{[\w, ]+\}|\w+)){3,})`", text)
+    steps = [[set(re.findall(r"\w+", step)) for step in chain.split(" -> ")] for chain in matches]
     return [chain for chain in steps if set().union(*chain) <= order("platform").keys()]
 
 

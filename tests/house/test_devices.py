@@ -86,7 +86,7 @@ def makes(call: ast.Call) -> bool:
     return torch_s and f.attr in FACTORIES and all(k.arg != "device" for k in call.keywords)
 
 
-def found(test, source: str | None = None) -> dict[str, int]:
+def find_calls(test, source: str | None = None) -> dict[str, int]:
     """file:function -> the line of the last call for which `test` holds."""
     if source is not None:
         return {function: call.lineno for function, call in calls(ast.parse(source)) if test(call)}
@@ -101,10 +101,12 @@ def found(test, source: str | None = None) -> dict[str, int]:
 
 @pytest.mark.parametrize(("test", "allowed"), [(waits, MAY_WAIT), (makes, MAY_MAKE)])
 def test_only_where_it_is_said_why(test, allowed):
-    there = found(test)
-    assert there.keys() == allowed.keys(), "remove what is not there, and let no more come"
+    callers = find_calls(test)
+    assert callers.keys() == allowed.keys(), "remove what is not there, and let no more come"
 
 
 def test_negative_controls():
-    assert found(waits, "def step(x):\n  return x.sum().item()") == {"step": 2}
-    assert found(makes, "def step(x):\n  torch.zeros(3, dtype=d)\n  torch.zeros(1, device=x.device)") == {"step": 2}
+    assert find_calls(waits, "def step(x):\n  return x.sum().item()") == {"step": 2}
+    assert find_calls(makes, "def step(x):\n  torch.zeros(3, dtype=d)\n  torch.zeros(1, device=x.device)") == {
+        "step": 2
+    }

@@ -6,8 +6,8 @@ from tests.conftest import GROUP_OF, ROOT
 
 
 def test_groups_name_what_there_is():
-    there = {path.name for path in (ROOT / "tests").rglob("*")}
-    assert not GROUP_OF.keys() - there
+    names = {path.name for path in (ROOT / "tests").rglob("*")}
+    assert not GROUP_OF.keys() - names
 
 
 def test_a_group_is_of_one_process(request):

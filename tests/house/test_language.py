@@ -19,8 +19,8 @@ MOST = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_rule_is_broken_more_often(rule):
-    found = broken(rule)
-    count = sum(map(len, found.values()))
+    breaches = broken(rule)
+    count = sum(map(len, breaches.values()))
     assert count <= MOST[rule], f"{count}: see `python -m tests.house.language {rule}`"
 
 

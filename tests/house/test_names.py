@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
+from typing import TypeGuard
 
 from tests.house.language import parsed
-from tests.house.rooms import PACKAGE
+from tests.house.rooms import PACKAGE, ROOT
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 ENTRIES = {"__init__", "__main__"}
@@ -34,13 +35,13 @@ BARE = {
 
 def places() -> dict[str, list[str]]:
     """Return the names of files and folders, each with where it stands."""
-    found = defaultdict(list)
+    paths_by_name = defaultdict(list)
     for path in FILES:
         if path.stem not in ENTRIES:
-            found[path.stem].append(str(path.relative_to(PACKAGE)))
+            paths_by_name[path.stem].append(str(path.relative_to(PACKAGE)))
     for folder in {path.parent for path in FILES} - {PACKAGE}:
-        found[folder.name].append(f"{folder.relative_to(PACKAGE)}/")
-    return found
+        paths_by_name[folder.name].append(f"{folder.relative_to(PACKAGE)}/")
+    return paths_by_name
 
 
 def heart(paths: list[str]) -> bool:
@@ -60,13 +61,13 @@ def test_a_shared_name_is_seen():
 
 
 def test_private_names_are_not_defined_twice():
-    found: dict[str, set[str]] = defaultdict(set)
+    paths_by_name: dict[str, set[str]] = defaultdict(set)
     for path in FILES:
         for node in parsed(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith("_"):
-                found[node.name].add(str(path.relative_to(PACKAGE)))
-    entries = {name for name, paths in found.items() if all(path.endswith("__main__.py") for path in paths)}
-    twice = {name for name, paths in found.items() if len(paths) > 1} - entries  # entry points are built alike
+                paths_by_name[node.name].add(str(path.relative_to(PACKAGE)))
+    entries = {name for name, paths in paths_by_name.items() if all(path.endswith("__main__.py") for path in paths)}
+    twice = {name for name, paths in paths_by_name.items() if len(paths) > 1} - entries  # entry points are built alike
     assert 0 < len(twice) <= PRIVATE_TWICE, f"{len(twice)}: {sorted(twice)}"
 
 
@@ -83,3 +84,34 @@ def test_a_method_s_name_has_an_object():
 
 def test_a_bare_method_is_seen():
     assert methods("class A:\n  def _read(self): ...\n  def read_header(self): ...") == ["read", "read_header"]
+
+
+def test_a_local_says_what_it_holds():
+    """In the package, its tests, benchmarks and examples: never `found`, `given`, `made`, `there`, `here`."""
+    paths = [path for room in (PACKAGE.name, "tests", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")]
+    vague = {
+        str(path.relative_to(ROOT)): names for path in paths if (names := adverbs_and_participles(path.read_text()))
+    }
+    assert len(paths) > 1000 and vague == {}
+
+
+def adverbs_and_participles(source: str) -> set[str]:
+    """Return the names in a source that no value should have, of functions, parameters and locals; fields may."""
+    nodes = list(ast.walk(parsed(source)))
+    fields = {id(field.target) for c in nodes if isinstance(c, ast.ClassDef) for field in c.body if is_field(field)}
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in fields}
+    parameters = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return (stored | parameters | functions) & {"found", "given", "made", "there", "here"}
+
+
+def is_field(statement: ast.stmt) -> TypeGuard[ast.AnnAssign]:
+    """Return True for a field of a class, which has a type."""
+    return isinstance(statement, ast.AnnAssign)
+
+
+def test_a_local_that_says_nothing_is_seen():
+    assert adverbs_and_participles("def find(here):\n  for made, n in here:\n    return [given for given in n]") == {
+        "here", "made", "given",
+    }  # fmt: skip
+    assert adverbs_and_participles("class Link:\n  there: str\nlink.found = 1\nf(given=2)") == set()

@@ -36,24 +36,26 @@ def guards(node: ast.AST) -> bool:
 
 def uses(source: str) -> list[tuple[int, bool]]:
     """Return line and guardedness of everything in a source that touches a private module of Ray."""
-    found = []
+    private_uses = []
 
     def visit(node: ast.AST, guarded: bool) -> None:
         if name_of(node).startswith(PRIVATE):
-            found.append((node.lineno, guarded))  # type: ignore[attr-defined]
+            private_uses.append((node.lineno, guarded))  # type: ignore[attr-defined]
             return
         guarded = guarded or guards(node)
         for child in ast.iter_child_nodes(node):
             visit(child, guarded)
 
     visit(parsed(source), False)
-    return found
+    return private_uses
 
 
 def test_every_use_is_guarded():
-    found = {path: uses(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    bare = [f"{Path(path).name}:{line}" for path, there in found.items() for line, guarded in there if not guarded]
-    assert bare == [] and sum(map(len, found.values())) >= 3
+    private_uses = {path: uses(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    bare = [
+        f"{Path(path).name}:{line}" for path, lines in private_uses.items() for line, guarded in lines if not guarded
+    ]
+    assert bare == [] and sum(map(len, private_uses.values())) >= 3
 
 
 @pytest.mark.parametrize(

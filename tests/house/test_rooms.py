@@ -32,8 +32,8 @@ def test_every_folder_with_code_is_a_room(tmp_path):
 
 
 def test_no_function_is_long():
-    found = [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(parsed(path.read_text()))]
-    functions = [(path, node) for path, node in found if isinstance(node, ast.FunctionDef)]
+    nodes = [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(parsed(path.read_text()))]
+    functions = [(path, node) for path, node in nodes if isinstance(node, ast.FunctionDef)]
     assert len(functions) > 1000
     long = [f"{path.name}:{node.name}" for path, node in functions if (node.end_lineno or 0) - node.lineno >= LONGEST]
     assert long == []

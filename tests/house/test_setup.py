@@ -41,7 +41,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def made(checkout: Path, *words: str, status: int = 0) -> list[str]:
+def run_make(checkout: Path, *words: str, status: int = 0) -> list[str]:
     """Run `make`; return the calls of Python and uv that it makes."""
     environment = {"PATH": f"{checkout}/bin:{os.environ['PATH']}", "UV_STATUS": str(status)}
     command = ["make", f"PYTHON={checkout}/bin/python", *words]
@@ -57,30 +57,30 @@ def begins(calls: list[str], *wanted: str) -> None:
 
 
 def test_a_target_installs_what_it_needs_once(checkout: Path):
-    begins(made(checkout, "UV=", "train"), TORCH, BUILD, TRAINS, LAUNCH)
-    assert made(checkout, "UV=", "train") == [LAUNCH]
-    begins(made(checkout, "UV=", "test"), TESTS, PYTEST)
-    begins(made(checkout, "UV=", "test"), PYTEST)
-    assert made(checkout, "UV=", "train") == [LAUNCH]
+    begins(run_make(checkout, "UV=", "train"), TORCH, BUILD, TRAINS, LAUNCH)
+    assert run_make(checkout, "UV=", "train") == [LAUNCH]
+    begins(run_make(checkout, "UV=", "test"), TESTS, PYTEST)
+    begins(run_make(checkout, "UV=", "test"), PYTEST)
+    assert run_make(checkout, "UV=", "train") == [LAUNCH]
 
 
 def test_tests_alone_install_all(checkout: Path):
-    begins(made(checkout, "UV=", "test"), TORCH, BUILD, TRAINS, TESTS, PYTEST)
+    begins(run_make(checkout, "UV=", "test"), TORCH, BUILD, TRAINS, TESTS, PYTEST)
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "requirements.txt"])
 def test_a_change_of_versions_installs_again(checkout: Path, name: str):
-    made(checkout, "UV=", "test")
+    run_make(checkout, "UV=", "test")
     os.utime(checkout / name, (time.time() + 1,) * 2)
-    begins(made(checkout, "UV=", "test"), TORCH, BUILD, TRAINS, TESTS, PYTEST)
+    begins(run_make(checkout, "UV=", "test"), TORCH, BUILD, TRAINS, TESTS, PYTEST)
 
 
 def test_uv_installs_all_but_torch_and_pip_goes_on_where_it_fails(checkout: Path):
-    calls = made(checkout, "train")
+    calls = run_make(checkout, "train")
     begins(calls, TORCH, "uv pip install --quiet --python .venv/bin/python editables==", TRAINS, LAUNCH)
     assert [call.split()[0] for call in calls] == ["python", "uv", "uv", "python"]
     shutil.rmtree(checkout / ".venv")
-    begins(made(checkout, "train", status=1), TORCH, "uv pip", BUILD, "uv pip", TRAINS, LAUNCH)
+    begins(run_make(checkout, "train", status=1), TORCH, "uv pip", BUILD, "uv pip", TRAINS, LAUNCH)
 
 
 def test_every_target_of_python_sets_up_first():

@@ -26,7 +26,7 @@ def opening(docstring: str) -> str:
 
 def strange(source: str) -> list[str]:
     """Return a line per docstring that breaks the rules: `NAME: opens with WORD`."""
-    found = []
+    breaches = []
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
             if not (docstring := ast.get_docstring(node)):
@@ -34,18 +34,18 @@ def strange(source: str) -> list[str]:
             word, name = opening(docstring), getattr(node, "name", "the module")
             function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if word in RIDDLES or (function and word not in VERBS):
-                found.append(f"{name}: opens with {word}")
-    return found
+                breaches.append(f"{name}: opens with {word}")
+    return breaches
 
 
 def test_docstrings_are_plain():
-    found = {str(path.relative_to(ROOT)): strange(path.read_text()) for path in FILES}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    breaches = {str(path.relative_to(ROOT)): strange(path.read_text()) for path in FILES}
+    assert {path: lines for path, lines in breaches.items() if lines} == {}
 
 
 def test_every_class_and_file_says_what_it_is_for():
-    found = {str(path.relative_to(ROOT)): silent(path.read_text()) for path in FILES}
-    assert {path: names for path, names in found.items() if names} == {}
+    undescribed = {str(path.relative_to(ROOT)): silent(path.read_text()) for path in FILES}
+    assert {path: names for path, names in undescribed.items() if names} == {}
 
 
 def silent(source: str) -> list[str]:
@@ -73,12 +73,12 @@ SAME = {
 
 def defined(kind: type[ast.stmt], files: list[Path]) -> dict[str, list[str]]:
     """Return the top-level public names of the given kind, each with the files that define it."""
-    found: dict[str, list[str]] = {}
+    files_by_name: dict[str, list[str]] = {}
     for path in files:
         for node in parsed(path.read_text()).body:
             if isinstance(node, kind) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    return found
+                files_by_name.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    return files_by_name
 
 
 def test_no_name_has_two_meanings():

@@ -51,8 +51,8 @@ def test_the_address_is_an_interface_s_or_leads_to_the_others():
 def resolved(monkeypatch, name, address):
     """Resolve one host name as a site's hosts file might."""
     ask = socket.getaddrinfo
-    there = {name: address}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: ask(there.get(host, host), *more))
+    hosts = {name: address}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: ask(hosts.get(host, host), *more))
 
 
 def test_a_peer_that_is_reached_by_loopback_alone_is_refused(monkeypatch):

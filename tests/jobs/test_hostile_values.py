@@ -62,7 +62,7 @@ def accepted(kind, text, left_out=("setup",)):
 
 def rendered(monkeypatch, module, kind, values):
     run = planned(kind)
-    monkeypatch.setattr(module, "plan_job", lambda *given: replace(run, options=replace(run.options, **values)))
+    monkeypatch.setattr(module, "plan_job", lambda *arguments: replace(run, options=replace(run.options, **values)))
     return (module.render_slurm_job if module is slurm else module.render_kubernetes_job)([])
 
 

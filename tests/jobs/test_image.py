@@ -99,8 +99,8 @@ def test_buildah_builds_it_in_the_oci_format(base):
 
 def test_every_instruction_is_one_of_the_oci_format():
     """SHELL, HEALTHCHECK and ONBUILD are Docker's alone: buildah leaves them out, with a warning."""
-    found = {match for match in re.findall(r"^([A-Z]+) ", TEXT, re.M)}
-    assert found <= {"ARG", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
+    instructions = {match for match in re.findall(r"^([A-Z]+) ", TEXT, re.M)}
+    assert instructions <= {"ARG", "COPY", "ENV", "FROM", "RUN", "USER", "WORKDIR"}
 
 
 @pytest.mark.full

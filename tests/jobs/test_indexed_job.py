@@ -24,9 +24,9 @@ TORCHRUN = [*POD, "job.launcher=torchrun"]
 
 
 def parts(text):
-    found = {document["kind"]: document for document in documents(text)}
-    assert found.keys() == {"Service", "NetworkPolicy", "Job"}
-    return found["Job"], found["Service"], found["NetworkPolicy"]
+    by_kind = {document["kind"]: document for document in documents(text)}
+    assert by_kind.keys() == {"Service", "NetworkPolicy", "Job"}
+    return by_kind["Job"], by_kind["Service"], by_kind["NetworkPolicy"]
 
 
 def example():
@@ -61,8 +61,8 @@ def test_the_checks_see_usual_mistakes(damage):
 def test_the_pods_are_one_per_node_of_the_plan_and_find_each_other():
     job, service, policy = example()
     spec, pod = job["spec"], job["spec"]["template"]
-    here = IndexedJob(job, Path("/tmp"))
-    words = here.command(1)
+    indexed = IndexedJob(job, Path("/tmp"))
+    words = indexed.command(1)
     config = compose_config(words[words.index("--run") + 1 :])
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == 2
     workers = int(pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
@@ -73,7 +73,7 @@ def test_the_pods_are_one_per_node_of_the_plan_and_find_each_other():
         "-m",
         "platform.jobs",
         "pod",
-        f"{config.run.dir}/pods/{here.variables(1)['JOB_UID']}",
+        f"{config.run.dir}/pods/{indexed.variables(1)['JOB_UID']}",
     ]
     for selector in (service["spec"]["selector"], policy["spec"]["podSelector"]["matchLabels"]):
         assert selector.items() <= pod["metadata"]["labels"].items()
@@ -82,14 +82,14 @@ def test_the_pods_are_one_per_node_of_the_plan_and_find_each_other():
 
 def test_a_pod_that_is_taken_away_costs_nothing_and_what_no_other_pod_would_change_ends_the_job():
     job, *_ = example()
-    here = IndexedJob(job, Path("/tmp"))
-    assert [here._rule(1, status) for status in (1, 2, 75, 137, 143)] == ["FailJob"] * 3 + ["Count"] * 2
-    here.disrupted.add(1)
-    assert [here._rule(1, status) for status in (75, 137, 143)] == ["Ignore"] * 3
+    indexed = IndexedJob(job, Path("/tmp"))
+    assert [indexed._rule(1, status) for status in (1, 2, 75, 137, 143)] == ["FailJob"] * 3 + ["Count"] * 2
+    indexed.disrupted.add(1)
+    assert [indexed._rule(1, status) for status in (75, 137, 143)] == ["Ignore"] * 3
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never" and job["spec"]["backoffLimit"] >= 10
-    drain = int(next(word for word in here.command(0) if word.startswith("--drain=")).partition("=")[2])
-    margin = compose_config(here.command(0)[here.command(0).index("--run") + 1 :]).run.time_margin
+    drain = int(next(word for word in indexed.command(0) if word.startswith("--drain=")).partition("=")[2])
+    margin = compose_config(indexed.command(0)[indexed.command(0).index("--run") + 1 :]).run.time_margin
     assert pod["terminationGracePeriodSeconds"] >= drain + 30 and drain >= margin
 
 

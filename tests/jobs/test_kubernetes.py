@@ -97,9 +97,9 @@ def test_no_file_that_is_deleted_with_a_job_has_its_claim(tmp_path, capsys):
 
 def test_every_file_has_the_fields_and_types_of_its_kind():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
-    found = [path for path in (JOBS / "kubernetes").rglob("*.yaml") if path.name != "kustomization.yaml"]
-    assert len(found) >= 7
-    for path in found:
+    paths = [path for path in (JOBS / "kubernetes").rglob("*.yaml") if path.name != "kustomization.yaml"]
+    assert len(paths) >= 7
+    for path in paths:
         for document in documents(path.read_text()):
             CHECK.validate(document)
 
@@ -203,14 +203,14 @@ def test_pods_are_guaranteed_private_and_have_time_to_save(name):
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_what_protects_the_job_selects_its_pods(name):
-    found = documents((JOBS / name).read_text())
-    job = next(document for document in found if document["kind"] == "RayJob")
+    manifests = documents((JOBS / name).read_text())
+    job = next(document for document in manifests if document["kind"] == "RayJob")
     cluster, workers = cluster_of(job)
     labels = [group["template"]["metadata"]["labels"] for group in (cluster["headGroupSpec"], workers)]
     labels.append(job["spec"]["submitterPodTemplate"]["metadata"]["labels"])
-    [policy] = [document for document in found if document["kind"] == "NetworkPolicy"]
+    [policy] = [document for document in manifests if document["kind"] == "NetworkPolicy"]
     assert all(policy["spec"]["podSelector"]["matchLabels"].items() <= own.items() for own in labels)
-    budgets = [document["spec"] for document in found if document["kind"] == "PodDisruptionBudget"]
+    budgets = [document["spec"] for document in manifests if document["kind"] == "PodDisruptionBudget"]
     selected = [[b["selector"]["matchLabels"].items() <= own.items() for own in labels] for b in budgets]
     assert sorted(selected) == [[False, False, True], [False, True, False], [True, False, False]]
     assert {b["minAvailable"] for b in budgets} == {1, workers["minReplicas"]}
@@ -239,8 +239,8 @@ def test_every_container_is_confined():
     confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert cluster_of(job)[0]["autoscalerOptions"]["securityContext"] == confined
     for pod in [*pods(job), job["spec"]["submitterPodTemplate"]["spec"]]:
-        found = [*pod["containers"], *pod.get("initContainers", [])]
-        assert all(container["securityContext"] == confined for container in found)
+        containers = [*pod["containers"], *pod.get("initContainers", [])]
+        assert all(container["securityContext"] == confined for container in containers)
 
 
 def test_who_asks_kubernetes_is_the_autoscaler_alone():
@@ -347,8 +347,8 @@ def test_other_services_addresses_and_tokens_are_secrets_too_and_never_values(mo
     for name in names:
         monkeypatch.setenv(name, "0123456789abcdef" * 3)
     text = render_kubernetes_job([*POD, "monitor=[wandb,mlflow,trackio]", "job.secrets=[HF_TOKEN=mine/hub]"])
-    found = variables(pods(rayjob(text))[0])
-    secrets = {name: found[name]["valueFrom"]["secretKeyRef"] for name in names}
+    environment = variables(pods(rayjob(text))[0])
+    secrets = {name: environment[name]["valueFrom"]["secretKeyRef"] for name in names}
     token = {"name": "mlflow", "key": "token", "optional": True}
     assert secrets["MLFLOW_TRACKING_TOKEN"] == token and secrets["TRACKIO_SPACE_ID"]["name"] == "trackio"
     assert secrets["HF_TOKEN"] == {"name": "mine", "key": "hub"} and "0123456789abcdef" not in text
@@ -383,13 +383,13 @@ EXPECTED = {  # overlay -> what it changes in the RayJob
 
 @pytest.mark.parametrize("folder", OVERLAYS, ids=lambda folder: folder.name)
 def test_kustomize_builds_every_folder(folder):
-    found = built(folder)
-    for document in found:
+    manifests = built(folder)
+    for document in manifests:
         CHECK.validate(document)
     if folder.name == WITHOUT_RAY.split("/")[1]:
-        assert {document["kind"] for document in found} == {"Job", "Service", "NetworkPolicy"}
+        assert {document["kind"] for document in manifests} == {"Job", "Service", "NetworkPolicy"}
         return
-    [job] = [document for document in found if document["kind"] == "RayJob"]
+    [job] = [document for document in manifests if document["kind"] == "RayJob"]
     for release in RELEASES:
         release.validate(job)
     assert EXPECTED.get(folder.name, lambda job: True)(job)

@@ -20,11 +20,11 @@ FAILURE = events.Failure(
 )
 
 
-def written(run_dir, found, drivers=()):
+def written(run_dir, entries, drivers=()):
     """A run directory with these events in its journal, and these lines of its supervisor's."""
     run_dir.mkdir(exist_ok=True)
     journal = Journal(run_dir / "journal.jsonl")
-    for event in found:
+    for event in entries:
         journal.write(event)
     journal.close()
     (run_dir / "drivers.jsonl").write_text("".join(json.dumps({"time": time.time(), **d}) + "\n" for d in drivers))

@@ -48,27 +48,27 @@ def lone_modules(monkeypatch):
     monkeypatch.syspath_prepend(DOUBLES)
 
 
-def alike(found: list[tuple], folder: Path) -> bool:
+def alike(actual: list[tuple], folder: Path) -> bool:
     """Every step once and in order, with the numbers of one worker that nobody disturbs."""
     folder.mkdir()
     alone = [*RUN, "tensor=serial", "parallel.data=1", "cluster=inline", "run.dir=run"]
-    done = command(*alone, f"train.stop_at={found[-1][0]}", cwd=folder)
+    done = command(*alone, f"train.stop_at={actual[-1][0]}", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     wanted = Watched(folder / "run").numbers()
-    assert [row[:2] for row in found] == [row[:2] for row in wanted]
-    return all(have[2:] == pytest.approx(want[2:], rel=1e-9, abs=0) for have, want in zip(found, wanted, strict=True))
+    assert [row[:2] for row in actual] == [row[:2] for row in wanted]
+    return all(have[2:] == pytest.approx(want[2:], rel=1e-9, abs=0) for have, want in zip(actual, wanted, strict=True))
 
 
 def of(process: subprocess.Popen[bytes], *words: bytes) -> list[int]:
     """The processes below this one whose command has all of these words."""
-    found = []
+    pids = []
     for pid in descendants(process.pid):
         try:
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        found += [pid] * all(word in line for word in words)
-    return found
+        pids += [pid] * all(word in line for word in words)
+    return pids
 
 
 def test_a_slurm_job_is_requeued_and_survives_its_driver_its_head_and_its_nodes(tmp_path):

@@ -32,8 +32,8 @@ def refused(write, *arguments):
 
 
 def test_options_are_taken_out_of_the_arguments_of_a_run():
-    given = ["job.retries=3", "train.steps=4", "+job.shared=true", "job.options=[--qos=a,--x]", "job.time=48:00:00"]
-    options, rest, lines = split_and_check_job_options(SlurmOptions, given)
+    arguments = ["job.retries=3", "train.steps=4", "+job.shared=true", "job.options=[--qos=a,--x]", "job.time=48:00:00"]
+    options, rest, lines = split_and_check_job_options(SlurmOptions, arguments)
     assert (options.retries, options.shared, options.options, options.time) == (3, True, ["--qos=a", "--x"], "48:00:00")
     assert rest == ["train.steps=4"] and lines == []
 

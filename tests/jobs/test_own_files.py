@@ -77,23 +77,23 @@ def test_configuration_and_modules_travel_in_a_manifest(folder, launcher, tmp_pa
         CHECK.validate(document)
     [texts] = [document for document in documents(text) if document["kind"] == "ConfigMap"]
     if launcher == "ray":
-        found = pods(rayjob(text))
+        specs = pods(rayjob(text))
         words = shlex.split(rayjob(text)["spec"]["entrypoint"])
     else:
-        found = [
+        specs = [
             next(document for document in documents(text) if document["kind"] == "Job")["spec"]["template"]["spec"]
         ]
-        words = found[0]["containers"][0]["args"]
+        words = specs[0]["containers"][0]["args"]
     assert words[words.index("--config-dir") + 1] == f"{OWN}/conf" and str(tmp_path) not in text
-    for number, pod in enumerate(found):
+    for number, pod in enumerate(specs):
         [container] = pod["containers"]
         assert {"name": "own", "mountPath": OWN} in container["volumeMounts"]
         assert {"name": "PYTHONPATH", "value": f"{OWN}/modules"} in container["env"]
         place = laid_out(pod, texts, tmp_path / f"pod{number}")
-        there = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
+        files = {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()}
         packages = {"package_of_mine/__init__.py", "package_of_mine/part.py", "open_package/inner/part.py"}
         modules = {"loud_module.py", *packages}
-        assert there == {*(f"conf/{name}" for name in FILES), *(f"modules/{name}" for name in modules)}
+        assert files == {*(f"conf/{name}" for name in FILES), *(f"modules/{name}" for name in modules)}
         assert all((place / "conf" / name).read_text() == text for name, text in FILES.items())
         assert compose_config(RUN, str(place / "conf")).model == compose_config(RUN, "mine").model
 

@@ -84,36 +84,36 @@ def test_ray_s_own_command_takes_it(monkeypatch):
 
 
 def test_collectives_use_the_interface_of_the_address_unless_told_otherwise():
-    found = build_ray_environment("127.0.0.1", {"PATH": "/bin"})
-    assert found["NCCL_SOCKET_IFNAME"] == found["GLOO_SOCKET_IFNAME"] == "lo" and found["PATH"] == "/bin"
+    variables = build_ray_environment("127.0.0.1", {"PATH": "/bin"})
+    assert variables["NCCL_SOCKET_IFNAME"] == variables["GLOO_SOCKET_IFNAME"] == "lo" and variables["PATH"] == "/bin"
     assert build_ray_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"})["NCCL_SOCKET_IFNAME"] == "ib0"
     assert "NCCL_SOCKET_IFNAME" not in build_ray_environment("203.0.113.7", {})
 
 
 def test_all_of_ray_ends_with_the_node_and_its_files(node, tmp_path):
-    with RayNode(node) as there:
-        assert not there.is_running
-        there.start_ray(port=ray_node.find_free_port("127.0.0.1"))
+    with RayNode(node) as ray:
+        assert not ray.is_running
+        ray.start_ray(port=ray_node.find_free_port("127.0.0.1"))
         deadline = time.monotonic() + 30
-        while len(leftovers.find_processes_of_directory(there.directory)) < 2 and time.monotonic() < deadline:
+        while len(leftovers.find_processes_of_directory(ray.directory)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        processes, directory = leftovers.find_processes_of_directory(there.directory), Path(there.directory)
-        assert there.is_running and len(processes) == 2 and directory.stat().st_mode & 0o777 == 0o700
+        processes, directory = leftovers.find_processes_of_directory(ray.directory), Path(ray.directory)
+        assert ray.is_running and len(processes) == 2 and directory.stat().st_mode & 0o777 == 0o700
     assert gone(processes) and not directory.exists()
 
 
 def test_ray_outlives_a_signal_to_every_process(node):
     """As Slurm may send it: without Ray, nothing could be saved."""
-    with RayNode(node) as there:
-        there.start_ray(port=ray_node.find_free_port("127.0.0.1"))
+    with RayNode(node) as ray:
+        ray.start_ray(port=ray_node.find_free_port("127.0.0.1"))
         deadline = time.monotonic() + 30
-        while len(leftovers.find_processes_of_directory(there.directory)) < 2 and time.monotonic() < deadline:
+        while len(leftovers.find_processes_of_directory(ray.directory)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        processes = leftovers.find_processes_of_directory(there.directory)
+        processes = leftovers.find_processes_of_directory(ray.directory)
         for process in processes:
             os.kill(process, signal.SIGTERM)
         time.sleep(0.2)
-        assert leftovers.find_processes_of_directory(there.directory) == processes and there.is_running
+        assert leftovers.find_processes_of_directory(ray.directory) == processes and ray.is_running
     assert gone(processes)
 
 
@@ -128,17 +128,17 @@ def test_a_head_that_never_starts_ends_the_job(node, tmp_path, monkeypatch, capf
 
 def test_a_head_that_ends_is_started_again_and_says_where_and_why(node, tmp_path, capfd):
     node = replace(node, run_dir=tmp_path / "run")
-    with RayNode(node) as there:
-        head = ray_node._RayHead(there, node)
+    with RayNode(node) as ray:
+        head = ray_node._RayHead(ray, node)
         head.start_head()
         first = head.prepare_environment()["RAY_ADDRESS"]
         assert json.loads((node.shared / HEAD).read_text()) == {"address": first, "run_dir": f"{tmp_path}/run"}
         assert calls(tmp_path)[0][1] == "lo"
         assert (node.shared / HEAD).stat().st_mode & 0o777 == 0o600
         os.kill(calls(tmp_path)[0][2], signal.SIGKILL)
-        while there.is_running:
+        while ray.is_running:
             time.sleep(0.01)
-        Path(there.directory, "ray.out").write_text("raylet died: no space left\n")
+        Path(ray.directory, "ray.out").write_text("raylet died: no space left\n")
         second = head.prepare_environment()["RAY_ADDRESS"]
         assert second != first and json.loads((node.shared / HEAD).read_text())["address"] == second
     host, said = socket.gethostname(), capfd.readouterr()
@@ -217,15 +217,15 @@ def test_a_node_hears_that_the_job_is_over(node, tmp_path, how):
 
 def test_what_cleans_up_outlives_a_signal_to_every_process(node):
     """As some schedulers send it."""
-    with RayNode(node) as there:
+    with RayNode(node) as ray:
         mine = lambda: [pid for pid, above in parents().items() if above == os.getpid()]  # noqa: E731
-        while not (found := [pid for pid in mine() if there.directory in _command(pid)]):
+        while not (pids := [pid for pid in mine() if ray.directory in _command(pid)]):
             time.sleep(0.01)  # its command line shows a moment after it has begun
-        [cleaner] = found
+        [cleaner] = pids
         while not int(_status(cleaner).split()[1], 16) >> signal.SIGTERM - 1 & 1:  # it has come so far as to ignore it
             time.sleep(0.01)
         os.kill(cleaner, signal.SIGTERM)
-        directory = Path(there.directory)
+        directory = Path(ray.directory)
     assert not directory.exists()
 
 

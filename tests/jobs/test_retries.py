@@ -10,7 +10,7 @@ from platform.jobs.supervisor import DRIVERS, DriverEnd, count_spent_retries, de
 
 TERM, USR1, KILL = signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL
 AGAIN = None
-TABLE = [  # end of the driver -> here (Kubernetes), elsewhere (Slurm), a retry?
+TABLE = [  # end of the driver -> on Kubernetes, on Slurm, a retry?
     (DriverEnd(0), 0, 0, False),
     (DriverEnd(1), 1, 1, False),  # it gave up, and said so
     (DriverEnd(2, recorded=False), 2, 2, False),  # refused: nothing was started
@@ -35,19 +35,19 @@ TABLE = [  # end of the driver -> here (Kubernetes), elsewhere (Slurm), a retry?
 ]
 
 
-@pytest.mark.parametrize("end, here, elsewhere, costs", TABLE, ids=str)
-def test_the_rule(end, here, elsewhere, costs):
-    assert decide_job_status(end, 1, 3, False) == here
-    assert decide_job_status(end, 1, 3, True) == elsewhere
+@pytest.mark.parametrize("end, on_kubernetes, on_slurm, costs", TABLE, ids=str)
+def test_the_rule(end, on_kubernetes, on_slurm, costs):
+    assert decide_job_status(end, 1, 3, False) == on_kubernetes
+    assert decide_job_status(end, 1, 3, True) == on_slurm
     assert end.costs_retry == costs
 
 
-@pytest.mark.parametrize("end, here, elsewhere, costs", TABLE, ids=str)
-def test_retries_that_are_spent_end_what_would_go_on(end, here, elsewhere, costs):
+@pytest.mark.parametrize("end, on_kubernetes, on_slurm, costs", TABLE, ids=str)
+def test_retries_that_are_spent_end_what_would_go_on(end, on_kubernetes, on_slurm, costs):
     wanted = (
         1
         if end.is_lost or (end.met_world_fault and end.asked != TERM) or (end.status == 75 and end.asked != TERM)
-        else here
+        else on_kubernetes
     )
     assert decide_job_status(end, 4, 3, False) == wanted
 

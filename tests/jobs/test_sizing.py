@@ -17,8 +17,8 @@ def sized(*arguments, **options):
 
 def test_the_flagship():
     """As jobs/kubernetes/gpt175b/job.yaml has it, which test_kubernetes.py writes again."""
-    found = [d for d in yaml.safe_load_all((JOBS / "kubernetes/gpt175b/job.yaml").read_text()) if d["kind"] == "RayJob"]
-    [workers] = found[0]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    jobs = [d for d in yaml.safe_load_all((JOBS / "kubernetes/gpt175b/job.yaml").read_text()) if d["kind"] == "RayJob"]
+    [workers] = jobs[0]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert (workers["minReplicas"], workers["maxReplicas"]) == (8, 16 + 1)
     pod = workers["template"]["spec"]
     limits = pod["containers"][0]["resources"]["limits"]
@@ -50,8 +50,8 @@ def test_memory_without_snapshots_and_as_given():
     one = ["+experiment=one_gpu", "model=gpt3_2_7b"]
     plain, without = sized(*one), sized(*one, "elastic.snapshot_every=0")
     assert plain.memory - without.memory == pytest.approx(1.1 * 4 * plain.state, abs=GIB)
-    given = sized(*one, memory=900, cpus=90)
-    assert (given.memory, given.cpus) == (900 * GIB, 90)
+    stated = sized(*one, memory=900, cpus=90)
+    assert (stated.memory, stated.cpus) == (900 * GIB, 90)
 
 
 def test_a_worker_on_cpus_needs_its_device_s_memory_of_the_host():

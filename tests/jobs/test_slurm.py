@@ -111,10 +111,10 @@ def test_the_examples_are_what_their_commands_write(name):
 
 def tool(name):
     """The path of a development tool: on PATH, or beside Python."""
-    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-    if not found:
+    binary = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if not binary:
         pytest.skip(f"needs {name} (pip install {name}-py)")
-    return found
+    return binary
 
 
 def test_shellcheck_has_nothing_to_say(tmp_path):
@@ -151,9 +151,9 @@ def test_it_asks_for_what_a_resumable_job_needs(name):
     ],
 )
 def test_options_of_a_site(variant, asked):
-    found = options(script(*VARIANTS[variant]))
-    assert found == found | {"nodes": "4"} | asked
-    assert ("exclusive" in found) == (variant != "shared")
+    directives = options(script(*VARIANTS[variant]))
+    assert directives == directives | {"nodes": "4"} | asked
+    assert ("exclusive" in directives) == (variant != "shared")
 
 
 SERVICES = {  # file below ~/.secrets -> variable
@@ -186,13 +186,13 @@ def test_what_is_secret_of_services_comes_from_files_that_slurm_never_sees(job, 
         secret_file(job, name, f"hidden-{number}" + "\n" * (number % 2))
     secret_file(job, "mine", "hidden-mine")
     text = script(SENT, "job.setup=exec 2>$HOME/log; set -x", "job.secrets=[MINE=~/.secrets/mine]")
-    status, found = ran_with(job, text)
-    assert status == 0 and found[-1] == "MINE=hidden-mine"
-    assert found[:-1] == [f"{name}=hidden-{number}" for number, name in enumerate(SERVICES.values())]
+    status, lines = ran_with(job, text)
+    assert status == 0 and lines[-1] == "MINE=hidden-mine"
+    assert lines[:-1] == [f"{name}=hidden-{number}" for number, name in enumerate(SERVICES.values())]
     log = (tmp_path / "log").read_text()
     assert "secret WANDB_API_KEY" in log, "the trace of the script is what it is looked for in"
     seen = [text, (tmp_path / "calls").read_text(), log]
-    assert not any("hidden" in there for there in seen)
+    assert not any("hidden" in content for content in seen)
 
 
 def test_secrets_may_be_missing_brought_along_or_read_by_others(job, tmp_path, capfd):
@@ -200,8 +200,8 @@ def test_secrets_may_be_missing_brought_along_or_read_by_others(job, tmp_path, c
     secret_file(job, "mlflow/token", "from-file", mode=0o644)
     secret_file(job, "mine", "from-file")
     brought = job | {"WANDB_API_KEY": "brought", "MINE": "brought"}
-    status, found = ran_with(brought, script(SENT, "job.secrets=[MINE=~/.secrets/mine]"))
-    named = dict(line.split("=") for line in found)
+    status, lines = ran_with(brought, script(SENT, "job.secrets=[MINE=~/.secrets/mine]"))
+    named = dict(line.split("=") for line in lines)
     assert status == 0 and (named["WANDB_API_KEY"], named["MINE"]) == ("brought", "from-file")
     assert (named["MLFLOW_TRACKING_TOKEN"], named["HF_TOKEN"]) == ("from-file", "none")
     said = capfd.readouterr().out
@@ -259,14 +259,14 @@ def test_what_an_earlier_life_left_is_not_taken_for_this_one_s(job):
 
 def test_containers(job):
     status, called = run(job, script(*VARIANTS["pyxis"]))
-    words, here = the_run(called), job["FOLDER"]
-    assert "--container-image=registry/image:1" in words and f"--container-workdir={here}" in words
-    mounts = f"{here}:{here},/data/corpus:/data/corpus,/data/checkpoints:/data/checkpoints,/scratch:/scratch"
+    words, folder = the_run(called), job["FOLDER"]
+    assert "--container-image=registry/image:1" in words and f"--container-workdir={folder}" in words
+    mounts = f"{folder}:{folder},/data/corpus:/data/corpus,/data/checkpoints:/data/checkpoints,/scratch:/scratch"
     assert f"--container-mounts={mounts}" in words
     _, called = run(job, script(*VARIANTS["apptainer"]))
     words = [call for call in called if "--run" in call][-1]
     place = words.index("apptainer")
-    assert words[place : place + 7] == ["apptainer", "exec", "--nv", "--pwd", here, "--bind", here]
+    assert words[place : place + 7] == ["apptainer", "exec", "--nv", "--pwd", folder, "--bind", folder]
     assert words[words.index("/a b:/c") + 1 :][:2] == ["image.sif", "python"]
 
 

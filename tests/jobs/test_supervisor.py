@@ -60,9 +60,10 @@ def job(tmp_path, monkeypatch):
 
     def run(*lives, pause=0.0, environment=dict, **told):
         monkeypatch.setenv("LIVES", json.dumps(lives))
-        made = DriverSupervisor(SupervisorOptions(["+experiment=a", "run.dir=run"], **told), environment, pause)
-        run.made = made
-        return made.run()
+        run.supervisor = DriverSupervisor(
+            SupervisorOptions(["+experiment=a", "run.dir=run"], **told), environment, pause
+        )
+        return run.supervisor.run()
 
     return run
 
@@ -129,9 +130,9 @@ def test_a_signal_to_every_process_reaches_the_driver_through_the_supervisor_alo
     def send():
         while not Path("waiting").exists():
             time.sleep(0.01)
-        os.kill(job.made._driver.pid, signal.SIGTERM)
+        os.kill(job.supervisor._driver.pid, signal.SIGTERM)
         time.sleep(0.1)
-        assert job.made._driver.poll() is None
+        assert job.supervisor._driver.poll() is None
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send).start()
@@ -156,12 +157,12 @@ def test_a_driver_whose_cluster_is_lost_makes_way_for_another_here(job):
         while not Path("waiting").exists():
             time.sleep(0.01)
         for _ in range(3):  # told once
-            job.made.stop_driver_for_restart()
+            job.supervisor.stop_driver_for_restart()
 
     addresses = iter(["first:1", "second:2"])
     threading.Thread(target=replace).start()
-    found = job(("waits", 4), (0, 9), elsewhere=True, environment=lambda: {"RAY_ADDRESS": next(addresses)})
-    assert found == 0 and [address for _, address in started()] == ["first:1", "second:2"]
+    status = job(("waits", 4), (0, 9), elsewhere=True, environment=lambda: {"RAY_ADDRESS": next(addresses)})
+    assert status == 0 and [address for _, address in started()] == ["first:1", "second:2"]
 
 
 def test_when_the_job_s_time_is_over_it_ends_saved(job):

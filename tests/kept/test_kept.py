@@ -52,28 +52,28 @@ def typed(*more: str) -> list[str]:
 
 def files(folder: Path) -> dict[str, tuple[bytes, int]]:
     """Every file of a folder, with its bytes and when it was written."""
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
 
 def goes_on(done: Any, kept: Path) -> None:
     """Check that the kept run ended after its last step, with the numbers that its own commit gave."""
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continues after step 4" in done.stdout
-    found = {row["step"]: row for row in MetricsLog.read_rows(kept / "run" / "metrics.jsonl")}
-    assert [*found] == [1, 2, 3, 4, 5, 6]
+    rows = {row["step"]: row for row in MetricsLog.read_rows(kept / "run" / "metrics.jsonl")}
+    assert [*rows] == [1, 2, 3, 4, 5, 6]
     for name, wanted in (("loss", LOSS), ("grad_norm", GRAD_NORM), ("val_loss", VALIDATION)):
-        assert {step: found[step][name] for step in wanted} == pytest.approx(wanted, rel=1e-9), name
+        assert {step: rows[step][name] for step in wanted} == pytest.approx(wanted, rel=1e-9), name
     last = [*events.read_events(kept / "run" / "journal.jsonl")]
     [restored] = [e for e in last if isinstance(e, events.Restored) and e.directory]
     assert restored.step == 4 and restored.generation == 3
 
 
 def test_the_run_goes_on_with_its_tokens(kept):
-    there = files(kept / "cache")
-    assert len(there) == 4
+    cached = files(kept / "cache")
+    assert len(cached) == 4
     goes_on(in_this_process(*typed(*ALONE, MOVED, "run.dir=run"), cwd=kept), kept)
-    assert files(kept / "cache") == there, "tokenised anew"
+    assert files(kept / "cache") == cached, "tokenised anew"
 
 
 @pytest.mark.full
@@ -107,31 +107,31 @@ def test_the_checkpoint_is_read_under_another_plan(kept, monkeypatch):
 
 def composed(name: str) -> Config:
     """The configuration of a kept plan."""
-    given = TYPED[1:] if name == "plan.json" else EXPERTS
-    return compose(*given, "run.dir=run", experiment="gpt_quick")
+    overrides = TYPED[1:] if name == "plan.json" else EXPERTS
+    return compose(*overrides, "run.dir=run", experiment="gpt_quick")
 
 
 @pytest.mark.parametrize("name", DIGESTS)
 def test_a_plan_is_read_and_made_again(kept, monkeypatch, name):
     monkeypatch.chdir(kept)
     text = (KEPT / name).read_text()
-    found = plan_data.decode_plan(json.loads(text))
-    assert isinstance(found, Plan) and plan_data.plan_digest(found) == DIGESTS[name]
-    assert json.dumps(plan_data.encode_plan(found), sort_keys=True, separators=(",", ":")) + "\n" == text
-    made = plan(composed(name))
+    kept_plan = plan_data.decode_plan(json.loads(text))
+    assert isinstance(kept_plan, Plan) and plan_data.plan_digest(kept_plan) == DIGESTS[name]
+    assert json.dumps(plan_data.encode_plan(kept_plan), sort_keys=True, separators=(",", ":")) + "\n" == text
+    planned = plan(composed(name))
     # since then values of rotated attention are a tensor of their own, which is one function more
-    chunks = [replace(c, functions=tuple(f for f in c.functions if f[1] != "scale")) for c in made.chunks]
-    assert replace(made, chunks=tuple(chunks)) == found
+    chunks = [replace(c, functions=tuple(f for f in c.functions if f[1] != "scale")) for c in planned.chunks]
+    assert replace(planned, chunks=tuple(chunks)) == kept_plan
 
 
 def test_the_journal_is_read_and_written_to_the_byte():
     path = KEPT / "run" / "journal.jsonl"
-    found, lines = [*events.read_events(path)], path.read_text().splitlines()
-    assert [json.dumps(events.event_to_plain(event)) for event in found] == lines
-    assert all(type(event) is not events.JournalEvent for event in found), "an unknown word"
-    [failure] = [event for event in found if isinstance(event, events.Failure)]
+    journal, lines = [*events.read_events(path)], path.read_text().splitlines()
+    assert [json.dumps(events.event_to_plain(event)) for event in journal] == lines
+    assert all(type(event) is not events.JournalEvent for event in journal), "an unknown word"
+    [failure] = [event for event in journal if isinstance(event, events.Failure)]
     assert (failure.kind, failure.method, failure.number) == ("died", "step(3)", 1)
-    forming = next(event for event in found if isinstance(event, events.Forming))
+    forming = next(event for event in journal if isinstance(event, events.Forming))
     assert forming.plan == DIGESTS["plan.json"]
 
 
@@ -143,8 +143,8 @@ def test_the_metrics_are_read():
 
 def test_status_tells_how_the_run_is(kept, capsys):
     assert status_command.main([str(kept / "run"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["failures"] == 1 and found["verdict"] is None
+    status = json.loads(capsys.readouterr().out)
+    assert status["failures"] == 1 and status["verdict"] is None
     assert status_command.main([str(kept / "run")]) == 0
     shown = capsys.readouterr().out
     for words in ("ended: done", "4 of 4", "5.5026", "1 failure"):

@@ -104,11 +104,11 @@ def test_the_words_of_operations():
 @pytest.mark.parametrize("name", sorted(objectives.GIVEN))
 def test_a_renamed_objective_has_the_same_word(rename, name):
     shape = objectives.SampleShape(length=8, source_length=8, vocab=64)
-    made = objectives.OBJECTIVES[name](shape)
-    rename(type(made))
+    objective = objectives.OBJECTIVES[name](shape)
+    rename(type(objective))
     words = {"causal": "Causal", "masked": "Masked", "pairs": "Pairs", "span_denoising": "SpanDenoising"}
     words["preference"] = "PreferencePairs"
-    assert objective_cache_word(made) == words[name]
+    assert objective_cache_word(objective) == words[name]
 
 
 def test_an_objective_of_the_user_s_own_has_its_own_name():

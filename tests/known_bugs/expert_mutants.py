@@ -40,11 +40,11 @@ def on_ranks(change: Callable[..., tuple[Tensor, ...]]) -> Mutant:
     which tokens are real, an `OfRanks` router and the slots."""
 
     def run_route(run, self, ops, name, scores, spec, tokens, router, *states):
-        found = OfRanks(*vars(router).values())
+        of_ranks = OfRanks(*vars(router).values())
         layout = ops.plan.layout(spec)
         for key, axes in {"tokens": layout.axes, "length": layout["length"], "batch": layout["batch"]}.items():
-            object.__setattr__(found, key, ops.plan.mesh.count_ranks(axes))
-        return run(self, ops, name, scores, spec, tokens, found, *states)
+            object.__setattr__(of_ranks, key, ops.plan.mesh.count_ranks(axes))
+        return run(self, ops, name, scores, spec, tokens, of_ranks, *states)
 
     def routed(compute, scores, real, router, *more):
         several = isinstance(router, OfRanks) and router.tokens > 1
@@ -57,8 +57,8 @@ def on_ranks(change: Callable[..., tuple[Tensor, ...]]) -> Mutant:
     return put
 
 
-def _unchanged(compute: Routed, *given: Any) -> tuple[Tensor, ...]:
-    return compute(*given)
+def _unchanged(compute: Routed, *arguments: Any) -> tuple[Tensor, ...]:
+    return compute(*arguments)
 
 
 def scaled(by: Callable[[OfRanks], float], **fields: Any) -> Mutant:
@@ -104,8 +104,8 @@ def padding_is_routed(compute, scores, real, *more):
 
 
 @mutant(expert_rows, "_compute_routing")
-def losses_without_gradient(compute, *given):
-    weights, auxiliary, counts = compute(*given)
+def losses_without_gradient(compute, *arguments):
+    weights, auxiliary, counts = compute(*arguments)
     return weights, auxiliary.detach() + 0 * auxiliary, counts
 
 
@@ -148,10 +148,10 @@ def empty_slots_are_not_numbers(dispatch, x, weights, *more):
 
 
 @mutant(ParallelOps, "count_routed")
-def counted_again_when_recomputed(count, self, *given):
+def counted_again_when_recomputed(count, self, *arguments):
     again, self.ahead.again = self.ahead.again, False
     try:
-        return count(self, *given)
+        return count(self, *arguments)
     finally:
         self.ahead.again = again
 
@@ -185,9 +185,9 @@ def biases_without_weights(run, self, ops, name, y, spec, counts, weights, *more
 
 
 @mutant(ShiftOp, "run_on_blocks")
-def biases_times_ranks(run, self, ops, found, x, spec, parameter, *more):
+def biases_times_ranks(run, self, ops, planned, x, spec, parameter, *more):
     times = ops.plan.mesh.count_ranks(ops.plan.scheme.regions["experts"]["d_ff"]) if spec.region == "experts" else 1
-    return run(self, ops, found, x, spec, parameter * times if "d_model" in spec.dims else parameter, *more)
+    return run(self, ops, planned, x, spec, parameter * times if "d_model" in spec.dims else parameter, *more)
 
 
 @mutant(ProjectOp, "run_on_blocks")
@@ -222,8 +222,8 @@ def norm_of_experts_as_of_the_rest(split_over, self, p):
 
 @mutant(Plan, "master_split_axes")
 def norm_counts_the_rest_on_every_rank_of_experts(split_over, self, p):
-    found = split_over(self, p)
-    return found if "expert" in found or "expert" not in self.mesh.axes else (*found, "expert")
+    axes = split_over(self, p)
+    return axes if "expert" in axes or "expert" not in self.mesh.axes else (*axes, "expert")
 
 
 @mutant(rank_parameters, "initialise")
@@ -233,15 +233,15 @@ def every_rank_draws_the_first_experts(initialise, plan, communicator, p, seed, 
 
 
 @mutant(CombineOp, "run_on_blocks")
-def results_come_back_in_another_order(run, self, ops, found, name, y, *more):
+def results_come_back_in_another_order(run, self, ops, planned, name, y, *more):
     parts = ops.plan.mesh.axes.get("expert", 1)
-    return run(self, ops, found, name, torch.cat(y.chunk(parts)[::-1]) if parts > 1 else y, *more)
+    return run(self, ops, planned, name, torch.cat(y.chunk(parts)[::-1]) if parts > 1 else y, *more)
 
 
 @mutant(DispatchOp, "run_on_blocks")
-def tokens_take_slots_on_every_rank(run, self, ops, found, name, x, spec, weights, *more):
+def tokens_take_slots_on_every_rank(run, self, ops, planned, name, x, spec, weights, *more):
     """Send each token once more for each rank that splits a sequence: those of others are no copies but summands."""
-    return run(self, ops, found, name, x, spec, weights, *more) * ops.plan.mesh.count_ranks(
+    return run(self, ops, planned, name, x, spec, weights, *more) * ops.plan.mesh.count_ranks(
         ops.plan.layout(spec)["length"]
     )
 
@@ -253,14 +253,14 @@ def every_expert_is_the_first(part, p, shape, expert):
 
 @mutant(tensor_names, "_describe_one_matrix")
 def gate_and_up_change_places(part, p, shape, expert):
-    found, other = part(p, shape, expert), {"gate": "up", "up": "gate"}
-    layer, _, last = found.name.rpartition(".")
-    return replace(found, name=f"{layer}.{other.get(last, last)}")
+    matrix, other = part(p, shape, expert), {"gate": "up", "up": "gate"}
+    layer, _, last = matrix.name.rpartition(".")
+    return replace(matrix, name=f"{layer}.{other.get(last, last)}")
 
 
 @mutant(RankTrainingState, "load_initial_weights")
-def experts_stay_as_they_were_drawn(begin, self, *given):
-    begin(self, *given)
+def experts_stay_as_they_were_drawn(begin, self, *arguments):
+    begin(self, *arguments)
     for name, weight in self._trainer.weights.master.items():
         if ".experts." in name:
             weight.data.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
@@ -268,8 +268,8 @@ def experts_stay_as_they_were_drawn(begin, self, *given):
 
 
 @mutant(RankTrainingState, "restore_checkpoint")
-def every_expert_is_the_first_after_a_restore(restore, self, *given, **more):
-    restore(self, *given, **more)
+def every_expert_is_the_first_after_a_restore(restore, self, *arguments, **more):
+    restore(self, *arguments, **more)
     for name, weight in self._trainer.weights.master.items():
         if ".experts." in name:
             weight.data[1:] = weight.data[:1].clone()
@@ -277,11 +277,11 @@ def every_expert_is_the_first_after_a_restore(restore, self, *given, **more):
 
 
 @mutant(CombineOp, "meter_memory")
-def memory_of_a_dense_layer(meter, self, ops, found, name, y, *more):
+def memory_of_a_dense_layer(meter, self, ops, planned, name, y, *more):
     """Count nothing of what experts keep but the sum of their results."""
     note = ops.note_operation
-    ops.note_operation = lambda made, given, saved, *rest: note(made, given, (), *rest)
+    ops.note_operation = lambda outputs, inputs, saved, *rest: note(outputs, inputs, (), *rest)
     try:
-        return meter(self, ops, found, name, y, *more)
+        return meter(self, ops, planned, name, y, *more)
     finally:
         del ops.note_operation

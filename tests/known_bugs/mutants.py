@@ -27,24 +27,26 @@ OUT = ("output_bias", "down_bias")  # of products whose contracted dim ranks spl
 def mutant(owner: object, name: str) -> Callable[[Callable[..., object]], Mutant]:
     """Make a mutant of a function of `owner` out of one that takes the original and then its arguments."""
 
-    def made(change: Callable[..., object]) -> Mutant:
+    def build_mutant(change: Callable[..., object]) -> Mutant:
         def put(patch: MonkeyPatch) -> None:
             before = getattr(owner, name)
-            patch.setattr(owner, name, lambda *given, **more: change(before, *given, **more))
+            patch.setattr(owner, name, lambda *arguments, **more: change(before, *arguments, **more))
 
         return put
 
-    return made
+    return build_mutant
 
 
 @mutant(chunked_loss, "_all_reduce_loss_statistics")
-def smoothing_of_a_shard(merged, found, mine, communicator, over):
-    return torch.cat((merged(found, mine, communicator, over)[:2], found[2:] * communicator.mesh.count_ranks(over)))
+def smoothing_of_a_shard(merged, statistics, mine, communicator, over):
+    return torch.cat(
+        (merged(statistics, mine, communicator, over)[:2], statistics[2:] * communicator.mesh.count_ranks(over))
+    )
 
 
 @mutant(chunked_loss, "_all_reduce_loss_statistics")
-def vocab_counted_by_every_rank(merged, found, mine, communicator, over):
-    out = merged(found, mine, communicator, over)
+def vocab_counted_by_every_rank(merged, statistics, mine, communicator, over):
+    out = merged(statistics, mine, communicator, over)
     return torch.cat((out[:1] + torch.tensor(communicator.mesh.count_ranks(over)).log(), out[1:]))
 
 
@@ -76,28 +78,28 @@ def mean_of_each_microbatch_s_tokens(run, self, chunk, flow, split, first, end):
 
 
 @mutant(StagePasses, "run_chunk")
-def loss_times_the_ranks_of_a_sequence(run, self, *given):
-    out = run(self, *given)
+def loss_times_the_ranks_of_a_sequence(run, self, *arguments):
+    out = run(self, *arguments)
     factor = self.plan.mesh.count_ranks(self.plan.loss_layout["length"])
     return {n: x * factor if n == "loss" else x for n, x in out.items()}
 
 
 def ranks_before(ops, parameter) -> int:
     """Return over how many ranks the product was summed to which a bias is added."""
-    found = ops.plan.operations.get(("project", parameter.removesuffix("_bias"))) if parameter.endswith(OUT) else None
-    outputs = [e.output for g in (found.groups if found else ()) for e in g.einsums]
+    planned = ops.plan.operations.get(("project", parameter.removesuffix("_bias"))) if parameter.endswith(OUT) else None
+    outputs = [e.output for g in (planned.groups if planned else ()) for e in g.einsums]
     return max([1, *(ops.plan.mesh.count_ranks(s.axes) for c in outputs for s in c.forward if s.op == "all_reduce")])
 
 
 @mutant(ShiftOp, "run_on_blocks")
-def bias_added_by_every_rank(run, self, ops, found, x, spec, parameter, *more):
-    return run(self, ops, found, x, spec, parameter * ranks_before(ops, found.operation.name), *more)
+def bias_added_by_every_rank(run, self, ops, planned, x, spec, parameter, *more):
+    return run(self, ops, planned, x, spec, parameter * ranks_before(ops, planned.operation.name), *more)
 
 
 @mutant(ShiftOp, "run_on_blocks")
-def gradient_of_a_share_of_the_bias(run, self, ops, found, x, spec, parameter, *more):
-    share = parameter / ranks_before(ops, found.operation.name)
-    return run(self, ops, found, x, spec, share + (parameter - share).detach(), *more)
+def gradient_of_a_share_of_the_bias(run, self, ops, planned, x, spec, parameter, *more):
+    share = parameter / ranks_before(ops, planned.operation.name)
+    return run(self, ops, planned, x, spec, share + (parameter - share).detach(), *more)
 
 
 @mutant(Plan, "master_split_axes")
@@ -117,9 +119,9 @@ def norm_counts_replicas(split_over, self, p):
 
 
 @mutant(ParallelOps, "row_widths")
-def rows_as_wide_as_this_rank_s(widths, ops, *given):
-    found = widths(ops, *given)
-    return [found[ops.communicator.group_index(given[-1])]] * len(found)
+def rows_as_wide_as_this_rank_s(widths, ops, *arguments):
+    sizes = widths(ops, *arguments)
+    return [sizes[ops.communicator.group_index(arguments[-1])]] * len(sizes)
 
 
 @mutant(communicator, "drop_block_padding")
@@ -135,7 +137,7 @@ def norm_counts_tied_copies(counts, plan, at, p):
 
 
 @mutant(trainer, "sum_tied_gradients")
-def tied_copies_on_their_own(sum_tied, *given):
+def tied_copies_on_their_own(sum_tied, *arguments):
     return None
 
 
@@ -163,8 +165,8 @@ def another_mask_in_the_backward_pass(patch: MonkeyPatch) -> None:
 
 
 @mutant(RankTrainingState, "restore_checkpoint")
-def moments_dropped(restore, self, *given, **more):
-    restore(self, *given, **more)
+def moments_dropped(restore, self, *arguments, **more):
+    restore(self, *arguments, **more)
     for moments in self._trainer.optimizer.state.values():
         for value in moments.values():
             if torch.is_tensor(value) and value.dim():
@@ -184,16 +186,16 @@ def merged_without_the_maximum(merge, out, lse, other, of_other):
 
 
 @mutant(panels, "pair_queries_with_keys")
-def keys_of_the_next_rank_s_positions(pairs, queries, keys, *given):
-    return pairs(queries, [key._replace(first=key.first + key.size) for key in keys], *given)
+def keys_of_the_next_rank_s_positions(pairs, queries, keys, *arguments):
+    return pairs(queries, [key._replace(first=key.first + key.size) for key in keys], *arguments)
 
 
 def _kept(which: str) -> Mutant:
     """A mutant in which messages of a ring of one name are sent, but their sender goes on with its own."""
 
     @mutant(Communicator, "launch")
-    def kept(launch, self, op, x, axes, *given, name="", **more):
-        handle = launch(self, op, x, axes, *given, name=name, **more)
+    def kept(launch, self, op, x, axes, *arguments, name="", **more):
+        handle = launch(self, op, x, axes, *arguments, name=name, **more)
         return (handle.wait(), ArrivedCollective(x))[1] if name == which else handle
 
     return kept

@@ -55,11 +55,11 @@ def killing(bug: KnownBug, tmp_path, monkeypatch) -> Callable[[], None]:
     """Return the test that kills a bug, in the first case that has its values."""
     path, name = bug.killer.split("::")
     test = getattr(importlib.import_module("tests." + path.removesuffix(".py").replace("/", ".")), name)
-    found = [case for case in cases_of(test, path) if bug.case.items() <= values_of(case).items()]
-    assert found, f"`make test` runs no case of {bug.killer} with {bug.case}"
-    fixtures = {"tmp_path": tmp_path, "record_count": lambda *given: None, "monkeypatch": monkeypatch}
+    matching = [case for case in cases_of(test, path) if bug.case.items() <= values_of(case).items()]
+    assert matching, f"`make test` runs no case of {bug.killer} with {bug.case}"
+    fixtures = {"tmp_path": tmp_path, "record_count": lambda *arguments: None, "monkeypatch": monkeypatch}
     wanted = inspect.signature(test).parameters
-    return lambda: test(**found[0], **{n: fixtures[n] for n in fixtures if n in wanted})
+    return lambda: test(**matching[0], **{n: fixtures[n] for n in fixtures if n in wanted})
 
 
 @pytest.mark.counted("known bugs, put into our code", len(EVERY) if suite.full else len(DRAWN), len(BUGS))
@@ -68,7 +68,7 @@ def test_is_killed(bug, monkeypatch, tmp_path):
     test, plans = killing(bug, tmp_path, monkeypatch), list[Plan]()
     make = oracle.make_plan
 
-    def made(c) -> Plan:
+    def make_mutated_plan(c) -> Plan:
         plan = make(c)
         several = plan.mesh.world_size > 1
         mutated = bug.change(plan) if bug.change and several else plan
@@ -76,15 +76,15 @@ def test_is_killed(bug, monkeypatch, tmp_path):
             plans.append(mutated)
         return mutated
 
-    monkeypatch.setattr(oracle, "make_plan", made)
+    monkeypatch.setattr(oracle, "make_plan", make_mutated_plan)
     monkeypatch.setattr(oracle, "_serial", {})
     if bug.mutant:
         bug.mutant(monkeypatch)
     with pytest.raises(AssertionError, match=None if bug.killer in NO_ORACLE else NUMBERS):
         test()
     if bug.line:
-        found = [line for plan in plans[:1] for line in find_unsoundness(plan)]
-        assert any(bug.line in line for line in found), found[:3]
+        lines = [line for plan in plans[:1] for line in find_unsoundness(plan)]
+        assert any(bug.line in line for line in lines), lines[:3]
 
 
 def test_negative_control_nothing_is_broken(tmp_path, monkeypatch):

@@ -92,10 +92,10 @@ def test_options_add_and_remove_parameters():
 def test_sizes_that_are_not_given():
     sizes = build_model(Model(d_model=96, heads=6, kv_heads=0, d_ff=0, d_kv=0)).sizes
     assert (sizes["d_kv"], sizes["kv_heads"], sizes["d_ff"]) == (16, 6, 384)
-    given = build_model(Model(d_model=96, heads=6, kv_heads=2, d_ff=100, d_kv=32))
-    assert (given.sizes["d_kv"], given.sizes["kv_heads"], given.sizes["d_ff"]) == (32, 2, 100)
-    query = next(p for p in given.parameters() if p.name.endswith("query"))
-    assert prod(given.sizes[d] for d in query.dims) == 96 * 6 * 32
+    model = build_model(Model(d_model=96, heads=6, kv_heads=2, d_ff=100, d_kv=32))
+    assert (model.sizes["d_kv"], model.sizes["kv_heads"], model.sizes["d_ff"]) == (32, 2, 100)
+    query = next(p for p in model.parameters() if p.name.endswith("query"))
+    assert prod(model.sizes[d] for d in query.dims) == 96 * 6 * 32
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.7, 2.0, 2.2])

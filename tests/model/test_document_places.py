@@ -61,8 +61,8 @@ class Places:
         before = draw.integers(0, first + 1)  # another document begins in front of it, or the row's first goes on
         begins = np.select([column >= first + DOCUMENT, column >= first, column >= before],
                            [first + DOCUMENT, first, before], 0)  # fmt: skip
-        found = {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
-        return found | ({"label_weights": 0.5 + column - first} if self.weighted else {})
+        row_tensors = {"tokens": tokens, "labels": labels, "begins": begins, "positions": column - begins}
+        return row_tensors | ({"label_weights": 0.5 + column - first} if self.weighted else {})
 
     def predicted(self, split: str, start: int, end: int) -> int:
         return DOCUMENT * (end - start)
@@ -93,13 +93,13 @@ def losses(case) -> list[float]:
 
 @suite("places of a document (threads)", product(FACTORS, lambda case: True))
 def test_the_same_loss_at_every_place(case):
-    found = losses(case)
-    assert found == [pytest.approx(found[0], rel=1e-11)] * len(found)
-    assert found[0] > 0
+    actual = losses(case)
+    assert actual == [pytest.approx(actual[0], rel=1e-11)] * len(actual)
+    assert actual[0] > 0
 
 
 def test_without_documents_the_place_matters(monkeypatch):
     """Negative control: positions that do not restart are seen."""
     monkeypatch.setitem(MODEL, "within_documents", False)
-    found = losses({"positions": "sinusoidal", "window": 3, "loss": "", "weighted": False, "plan": "one process"})
-    assert len({round(loss, 6) for loss in found}) > 1
+    actual = losses({"positions": "sinusoidal", "window": 3, "loss": "", "weighted": False, "plan": "one process"})
+    assert len({round(loss, 6) for loss in actual}) > 1

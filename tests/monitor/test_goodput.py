@@ -6,8 +6,8 @@ from platform.monitor.goodput import compute_goodput, cost_line
 from tests.harness.happenings import happening
 
 
-def events(*found):
-    return [happening(time, word, **fields) for time, word, fields in found]
+def events(*rows):
+    return [happening(time, word, **fields) for time, word, fields in rows]
 
 
 JOURNAL = events(
@@ -29,12 +29,12 @@ JOURNAL = events(
 
 
 def test_a_run_with_failures():
-    found = compute_goodput(JOURNAL)
-    assert (found.failures, found.steps_lost, found.transitions) == (3, 2, 0)
-    assert found.recoveries == [2.0, 3.0, 2.5]
-    assert found.seconds == 30.0 and found.useful_seconds == 6.0 + 8.0 + 7.0 - 1.5
-    assert found.goodput == 19.5 / 30.0
-    assert cost_line(found) == (
+    cost = compute_goodput(JOURNAL)
+    assert (cost.failures, cost.steps_lost, cost.transitions) == (3, 2, 0)
+    assert cost.recoveries == [2.0, 3.0, 2.5]
+    assert cost.seconds == 30.0 and cost.useful_seconds == 6.0 + 8.0 + 7.0 - 1.5
+    assert cost.goodput == 19.5 / 30.0
+    assert cost_line(cost) == (
         "3 failures survived, 2 steps lost; to the first new step 2.50 s median, 3.00 s longest; "
         "goodput 65.0% of 30.0 s"
     )
@@ -74,12 +74,12 @@ def test_a_restart_of_the_driver_is_told_from_failures_of_workers():
         (510.0, "failure", {"useful_seconds": 6.0}), (511.0, "first_step", {}),
         (520.0, "done", {"useful_seconds": 9.0}),
     )  # fmt: skip
-    found = compute_goodput(journal)
-    assert (found.restarts, found.restart_seconds, found.failures, found.steps_lost) == (1, 4.0, 2, 3)
-    assert found.recoveries == [1.0, 1.0] and found.seconds == 11.0 + 20.0
-    assert found.useful_seconds == 6.0 + 6.0 + 9.0  # the 2 s after the checkpoint went with the driver
+    cost = compute_goodput(journal)
+    assert (cost.restarts, cost.restart_seconds, cost.failures, cost.steps_lost) == (1, 4.0, 2, 3)
+    assert cost.recoveries == [1.0, 1.0] and cost.seconds == 11.0 + 20.0
+    assert cost.useful_seconds == 6.0 + 6.0 + 9.0  # the 2 s after the checkpoint went with the driver
     line = "2 failures survived, 1 restart of the driver (4.00 s to the first new step), 3 steps lost; "
-    assert cost_line(found).startswith(line)
+    assert cost_line(cost).startswith(line)
 
 
 def test_a_driver_that_ended_and_is_started_again_was_not_restarted():
@@ -88,8 +88,8 @@ def test_a_driver_that_ended_and_is_started_again_was_not_restarted():
 
 
 def test_nothing_happened():
-    found = compute_goodput([])
-    assert found.goodput == 0.0 and cost_line(found) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
+    cost = compute_goodput([])
+    assert cost.goodput == 0.0 and cost_line(cost) == "0 failures survived, 0 steps lost; goodput 0.0% of 0.0 s"
 
 
 def test_growth_is_no_failure():

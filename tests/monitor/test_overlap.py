@@ -89,17 +89,17 @@ def test_the_trace_shows_collectives_in_rows_of_their_own(taken, tmp_path):
     _, c, _, ranks = taken
     schedule = build_schedule(c, 2)
     timeline = Timeline([schedule], [[row] for row in lower_schedule(schedule)], ["rank0", "rank1"], [0, 0])
-    timeline.add_step(2, 100.0, [found for found, _ in ranks], {})
+    timeline.add_step(2, 100.0, [timings for timings, _ in ranks], {})
     timeline.write_files(tmp_path)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    for rank, (found, _) in enumerate(ranks):
+    for rank, (timings, _) in enumerate(ranks):
         own = [e for e in events if e["pid"] == rank]
         threads = {e["tid"]: e["args"]["name"] for e in own if e["name"] == "thread_name"}
         shown = [e for e in own if e.get("cat") == "communication"]
         assert {threads[e["tid"]].split()[0] for e in shown} == {"communication"}
         assert {threads[e["tid"]] for e in own if e.get("cat") == "model"} == {"model"}
         assert sorted((e["name"], e["args"]["bytes"]) for e in shown) == sorted(
-            (c.name, c.bytes) for c in found.collectives
+            (c.name, c.bytes) for c in timings.collectives
         )
         for thread in {e["tid"] for e in shown}:
             row = [(e["ts"], e["ts"] + e["dur"]) for e in shown if e["tid"] == thread]

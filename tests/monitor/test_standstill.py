@@ -23,13 +23,13 @@ def beat(section="exposed_comm", waiting=True, seconds=5.0, busy=0.0, wait=SUM, 
 
 def workers(culprit=None, others=None, owes=None, process="", nodes=2):
     """Four workers in a step, of which rank 3 does something else than the others."""
-    found = []
+    seen = []
     for worker in WORKERS:
         rank, node = worker["rank"], f"n{worker['rank'] // nodes}"
         mine = culprit if rank == 3 else others or beat()
         silent = owes if rank == 3 else None
-        found.append(SeenWorker(rank, rank, node, owes=silent, process=process if silent else "", activity=mine))
-    return found
+        seen.append(SeenWorker(rank, rank, node, owes=silent, process=process if silent else "", activity=mine))
+    return seen
 
 
 def live(workers=(), links=(), elapsed=6.0, usual=0.5, call="step(5)", **more):
@@ -39,11 +39,11 @@ def live(workers=(), links=(), elapsed=6.0, usual=0.5, call="step(5)", **more):
     )  # fmt: skip
 
 
-def link(here, there, rate=1e7, queued=0, quiet=0.0, best=1e7):
-    return SeenLink(f"n{here}", f"10.0.0.{here}", f"10.0.0.{there}", rate, best, queued, quiet)
+def link(source, target, rate=1e7, queued=0, quiet=0.0, best=1e7):
+    return SeenLink(f"n{source}", f"10.0.0.{source}", f"10.0.0.{target}", rate, best, queued, quiet)
 
 
-ALL = [(here, there) for here in range(3) for there in range(3) if here != there]
+ALL = [(source, target) for source in range(3) for target in range(3) if source != target]
 # bytes flow from n0 to n2 to n1 to n0; n2 has become slow, and before that n2 to n1 was never held up by the network
 SLOW_RING = [link(0, 2, 1e6, best=6e7), link(1, 0, 1e8, best=1e8), link(2, 1, 2e6, best=3e6)]
 SEEN_BY_ONE = [*SLOW_RING[:2], link(2, 1, None, best=None)]

@@ -60,10 +60,10 @@ def test_waiting_is_no_computing():
 
 @pytest.mark.parametrize("ahead", [0.0, 3.0])
 def test_planned_and_measured_bubble(ahead):
-    found = timeline().add_step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead), {})
-    assert found["planned"] == pytest.approx(simulate(SCHEDULE).bubble)
-    assert found["measured"] == pytest.approx(simulate(SCHEDULE, transfer=0.5).bubble)
-    assert found["measured"] > found["planned"] > 0
+    bubbles = timeline().add_step(1, 0.0, spans(SCHEDULE, ROWS, transfer=0.5, ahead=ahead), {})
+    assert bubbles["planned"] == pytest.approx(simulate(SCHEDULE).bubble)
+    assert bubbles["measured"] == pytest.approx(simulate(SCHEDULE, transfer=0.5).bubble)
+    assert bubbles["measured"] > bubbles["planned"] > 0
 
 
 def test_one_stage_has_no_bubble_and_is_drawn(tmp_path):

@@ -43,12 +43,12 @@ def spike(loss, norm=1.0, limit=8.0, policy="stop"):
 
 def rows(seconds, usual, part, slow=0.0, count=20):
     """Rows of steps that took `usual` seconds, the last eight `seconds` more in one `part`."""
-    found = []
+    steps = []
     for step in range(1, count + 1):
         late = seconds if step > count - 8 else slow
         parts = {"data": 0.0, "forward": usual, "exposed_comm": 0.0, "checkpoint": 0.0} | {part: late}
-        found.append({"step": step, "step_seconds": usual + late, "seconds": parts, "generation": 1})
-    return found
+        steps.append({"step": step, "step_seconds": usual + late, "seconds": parts, "generation": 1})
+    return steps
 
 
 def gauged(delayed, threads, **more):
@@ -127,14 +127,14 @@ CASES = {  # events after a start, what else is known -> why, rank, words of the
 }
 
 
-def stamped(found):
-    return [replace(event, time=100.0 + i, generation=1) for i, event in enumerate(found)]
+def stamped(journal):
+    return [replace(event, time=100.0 + i, generation=1) for i, event in enumerate(journal)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_culprit_is_named(name):
-    found, known, why, rank, words = CASES[name]
-    verdict = judge_run(Evidence(stamped(found), **{"driver": ALIVE, "now": 200.0, **known}))
+    journal, known, why, rank, words = CASES[name]
+    verdict = judge_run(Evidence(stamped(journal), **{"driver": ALIVE, "now": 200.0, **known}))
     assert verdict, "nothing is said"
     assert (verdict.why, verdict.rank) == (why, rank) and words in verdict.line, verdict.line
     assert verdict.line.isprintable() and verdict.plain_fields()["attention"] is (why != "drained")
@@ -149,8 +149,8 @@ def test_a_fault_that_the_run_injected_is_blamed_on_nobody_else(fault, of_others
 
 
 def test_a_spike_on_purpose_says_so():
-    found = [*GOES, events.Injected(step=5, faults=["5:nan:1"]), spike(1.0, math.nan)]
-    verdict = judge_run(Evidence(stamped(found), driver=ALIVE, now=200.0))
+    journal = [*GOES, events.Injected(step=5, faults=["5:nan:1"]), spike(1.0, math.nan)]
+    verdict = judge_run(Evidence(stamped(journal), driver=ALIVE, now=200.0))
     assert verdict and verdict.details[1:] == ["on purpose: elastic.faults=5:nan:1"]
 
 
@@ -182,7 +182,7 @@ def test_stacks_and_witnesses_are_told():
 
 
 @pytest.mark.parametrize(
-    "found, known",
+    "journal, known",
     [
         ([], {}),
         (GOES, {}),
@@ -193,5 +193,5 @@ def test_stacks_and_witnesses_are_told():
         ([*GOES, events.Slow(number=2, rank=2, node="n2", ratio=3.0), MESH], {}),
     ],
 )
-def test_nothing_is_wrong(found, known):
-    assert judge_run(Evidence(stamped(found), **{"driver": ALIVE, "now": 200.0, **known})) is None
+def test_nothing_is_wrong(journal, known):
+    assert judge_run(Evidence(stamped(journal), **{"driver": ALIVE, "now": 200.0, **known})) is None

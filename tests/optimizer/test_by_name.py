@@ -70,19 +70,19 @@ def test_every_plan_updates_as_one_process_does(case):
     prove(configured(kind, **PLANS[plan]))
 
 
-@pytest.mark.parametrize("plan", EXPERTS)
+@pytest.mark.parametrize("layout", EXPERTS)
 @pytest.mark.parametrize("kind", ["muon", "adafactor"])
-def test_experts_are_matrices_of_their_own(kind, plan):
+def test_experts_are_matrices_of_their_own(kind, layout):
     """The update of each is made of its own alone, wherever its parts lie."""
-    made, _ = prove(configured(kind, **ROUTED, **EXPERTS[plan]))
-    of_experts = {p.name for p in made.parameters if ".experts." in p.name}
-    assert of_experts and of_experts <= {*made.matrices, *made.factored}
-    assert "layers.0.mlp.router" in {*made.matrices, *made.factored}  # [experts, d_model] of one layer
-    [router] = (p for p in made.parameters if p.name == "layers.0.mlp.router")
+    plan, _ = prove(configured(kind, **ROUTED, **EXPERTS[layout]))
+    of_experts = {p.name for p in plan.parameters if ".experts." in p.name}
+    assert of_experts and of_experts <= {*plan.matrices, *plan.factored}
+    assert "layers.0.mlp.router" in {*plan.matrices, *plan.factored}  # [experts, d_model] of one layer
+    [router] = (p for p in plan.parameters if p.name == "layers.0.mlp.router")
     assert router.shape_as_matrices((4, 8)) == (1, 4, 8)
-    made = make_plan(configured(kind, **ROUTED, **EXPERTS[plan], expert_bias=True))
-    vectors = {p.name for p in made.parameters if p.name.endswith(("_bias", "gain"))}
-    assert vectors and not vectors & {*made.matrices, *made.factored}
+    plan = make_plan(configured(kind, **ROUTED, **EXPERTS[layout], expert_bias=True))
+    vectors = {p.name for p in plan.parameters if p.name.endswith(("_bias", "gain"))}
+    assert vectors and not vectors & {*plan.matrices, *plan.factored}
 
 
 def test_a_router_can_be_the_only_matrix():
@@ -252,16 +252,16 @@ def test_what_is_summed_is_what_the_plan_says():
     assert {key: n for key, n in more.items() if n} == {"all_reduce/data+t": 2 * (ranks - 1) * numbers * 8}
 
 
-@pytest.mark.parametrize("plan", ["1d", "zero1", "branches"])
-def test_negative_control_statistics_of_a_part_alone(plan, monkeypatch):
+@pytest.mark.parametrize("layout", ["1d", "zero1", "branches"])
+def test_negative_control_statistics_of_a_part_alone(layout, monkeypatch):
     """Each rank takes the sums of its own part for those of the whole."""
-    c = configured("adafactor", **PLANS[plan])
+    c = configured("adafactor", **PLANS[layout])
     expected = serial(c)
     monkeypatch.setattr(AdafactorSums, "_axes", property(lambda self: (), lambda self, axes: None), raising=False)
-    made, results = run(c)
+    plan, results = run(c)
     monkeypatch.undo()
     with pytest.raises(AssertionError, match="final of|replicas of"):
-        compare(c, made, results, expected)
+        compare(c, plan, results, expected)
 
 
 def test_adafactor_factors_matrices_and_tables():
@@ -308,18 +308,18 @@ def test_muon_takes_the_weights_of_hidden_layers():
     assert len(find_muon_matrices(c.optimizer, make_plan(c))) == 2 * len(make_plan(c).matrices)
 
 
-@pytest.mark.parametrize("plan", ["1d", "zero1"])
-def test_negative_control_parts_are_no_whole_matrix(plan, monkeypatch):
+@pytest.mark.parametrize("layout", ["1d", "zero1"])
+def test_negative_control_parts_are_no_whole_matrix(layout, monkeypatch):
     """Each rank makes its own part orthogonal."""
     monkeypatch.setattr(MuonMatrices, "map_matrices", lambda self, function, parts: (
         (n, function(x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)).reshape(x.shape))
         for n, x in parts.items() if x.numel()))  # fmt: skip
-    c = configured("muon", **PLANS[plan])
-    made, results = run(c)
+    c = configured("muon", **PLANS[layout])
+    plan, results = run(c)
     monkeypatch.undo()
     with pytest.raises(AssertionError, match="final of"):
-        compare(c, made, results, serial(c))
-    assert counted(results) != communication(made)
+        compare(c, plan, results, serial(c))
+    assert counted(results) != communication(plan)
 
 
 def test_negative_control_what_another_rank_has_is_lost(monkeypatch):
@@ -335,23 +335,23 @@ def test_negative_control_what_another_rank_has_is_lost(monkeypatch):
         prove(c)
 
 
-@pytest.mark.parametrize("plan", ["1d", "zero1", "zero3"])
+@pytest.mark.parametrize("layout", ["1d", "zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["plain", "sgd", "lion", "muon", "adafactor"])
-def test_what_is_kept_is_what_was_forecast(kind, plan):
-    c = configured(kind, **PLANS[plan])
-    made = make_plan(c)
+def test_what_is_kept_is_what_was_forecast(kind, layout):
+    c = configured(kind, **PLANS[layout])
+    plan = make_plan(c)
 
     def on_rank(communicator):
-        trainer = trainer_of(c, made, communicator)
+        trainer = trainer_of(c, plan, communicator)
         trainer.step(1)
         kept = sum(b.tensor.nbytes for b in RankTrainingState(trainer).live_blocks() if not b.name.startswith("model."))
         live = sum(x.nbytes for state in trainer.optimizer.state.values() for x in state.values()
                    if isinstance(x, torch.Tensor) and x.ndim)  # fmt: skip
         forecast = weight_bytes(trainer.stage, count_states_per_element(c), communicator.coordinates)["optimizer"]
-        padding = sum(b.elements - sum(b.sizes) for b in made.buckets) * 8 * 2
+        padding = sum(b.elements - sum(b.sizes) for b in plan.buckets) * 8 * 2
         assert kept == live and kept <= forecast <= kept + padding
 
-    run_threads(made.mesh, on_rank)
+    run_threads(plan.mesh, on_rank)
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,19 @@ def test_warm_up_is_linear_and_ends_at_the_peak(schedule):
 
 
 def test_the_cosine_ends_at_min_lr():
-    found = rates(14, schedule="cosine", warmup_steps=4, min_lr=0.1)
-    assert found[-1] == pytest.approx(0.2)
-    assert found[3:] == sorted(found[3:], reverse=True)
-    assert found[8] == pytest.approx((2.0 + 0.2) / 2)  # half way
-    assert found[5] == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * 2 / 10)) / 2)
+    curve = rates(14, schedule="cosine", warmup_steps=4, min_lr=0.1)
+    assert curve[-1] == pytest.approx(0.2)
+    assert curve[3:] == sorted(curve[3:], reverse=True)
+    assert curve[8] == pytest.approx((2.0 + 0.2) / 2)  # half way
+    assert curve[5] == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * 2 / 10)) / 2)
     assert rates(3, schedule="cosine", min_lr=0)[-1] == pytest.approx(0)
     assert rates(3, schedule="cosine", min_lr=1) == [2.0] * 3
 
 
 def test_the_inverse_square_root():
     """After the warm-up lr x sqrt(warmup / step); without any, lr / sqrt(step)."""
-    found = rates(16, schedule="inverse_sqrt", warmup_steps=4)
-    assert found[3] == 2.0 and found[8] == pytest.approx(2.0 * 2 / 3) and found[15] == pytest.approx(1.0)
+    curve = rates(16, schedule="inverse_sqrt", warmup_steps=4)
+    assert curve[3] == 2.0 and curve[8] == pytest.approx(2.0 * 2 / 3) and curve[15] == pytest.approx(1.0)
     assert rates(4, schedule="inverse_sqrt") == pytest.approx([2.0, 2.0 / math.sqrt(2), 2.0 / math.sqrt(3), 1.0])
 
 
@@ -65,24 +65,24 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said():
 
 
 def test_linear_falls_evenly():
-    found = rates(14, schedule="linear", warmup_steps=4, min_lr=0.5)
-    assert found[3:] == pytest.approx([2.0 - k / 10 for k in range(11)])
+    curve = rates(14, schedule="linear", warmup_steps=4, min_lr=0.5)
+    assert curve[3:] == pytest.approx([2.0 - k / 10 for k in range(11)])
 
 
 def test_wsd_stays_and_then_falls():
     """Warm-up, the peak, and a linear fall over the last updates."""
-    found = rates(10, schedule="wsd", warmup_steps=2, min_lr=0, decay_steps=4)
-    assert found == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0])
+    curve = rates(10, schedule="wsd", warmup_steps=2, min_lr=0, decay_steps=4)
+    assert curve == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0])
     assert rates(20, schedule="wsd", min_lr=0.1)[-3:] == pytest.approx([2.0, 1.1, 0.2])  # a tenth
     assert rates(3, schedule="wsd", warmup_steps=3)[-1] == 2.0
 
 
 def test_the_cosine_starts_anew():
     """Cycles of equal length, each of which ends at min_lr: torch's, whose first update is its number 0."""
-    found = rates(12, schedule="cosine_restarts", min_lr=0.1, cycles=3)
-    assert found[3] == found[7] == pytest.approx(0.2) == found[11]
-    assert found[:4] == pytest.approx(rates(4, schedule="cosine", min_lr=0.1))
-    assert found[:4] == pytest.approx(found[4:8])
+    curve = rates(12, schedule="cosine_restarts", min_lr=0.1, cycles=3)
+    assert curve[3] == curve[7] == pytest.approx(0.2) == curve[11]
+    assert curve[:4] == pytest.approx(rates(4, schedule="cosine", min_lr=0.1))
+    assert curve[:4] == pytest.approx(curve[4:8])
     w = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([w], 2.0)
     theirs = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4, eta_min=0.2)
@@ -90,5 +90,5 @@ def test_the_cosine_starts_anew():
         optimizer.step()
         theirs.step()
         if step % 4:
-            assert found[step - 1] == pytest.approx(theirs.get_last_lr()[0])
+            assert curve[step - 1] == pytest.approx(theirs.get_last_lr()[0])
     assert rates(5, schedule="cosine_restarts", cycles=1) == rates(5, schedule="cosine")

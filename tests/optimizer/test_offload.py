@@ -81,17 +81,17 @@ def test_in_other_precisions(precision, masters):
 
 
 @pytest.mark.parametrize(
-    "there, here",
+    "source, target",
     [
         ((MASTERS, "zero3", "fp32"), ("none", "1d", "split")), (("none", "zero1", "fp32"), (MASTERS, "zero3", "fp32")),
         ((STATES, "1d", "split"), (MASTERS, "stages", "split")),
     ],
     ids=str,
 )  # fmt: skip
-def test_checkpoints_hold_the_numbers(there, here, tmp_path):
+def test_checkpoints_hold_the_numbers(source, target, tmp_path):
     storage = open_storage(str(tmp_path))
-    directory, stored = saved(offloaded(*there), storage)
-    have = restored(offloaded(*here), storage, directory)
+    directory, stored = saved(offloaded(*source), storage)
+    have = restored(offloaded(*target), storage, directory)
 
     def numbers(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
         high, low = tensors[f"model.{name}"], tensors.get(f"low.{name}")

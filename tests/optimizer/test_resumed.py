@@ -32,10 +32,10 @@ def test_halves_under_two_plans_are_one_run(optimizer, tmp_path):
     ours, theirs = (MetricsLog.read_rows(tmp_path / run / "metrics.jsonl") for run in ("halves", "whole"))
     for have, want in zip(ours, theirs, strict=True):
         assert have["loss"] == pytest.approx(want["loss"], rel=1e-9)
-    found = {run: open_storage(str(tmp_path / run / "checkpoints")) for run in ("halves", "whole")}
+    storages = {run: open_storage(str(tmp_path / run / "checkpoints")) for run in ("halves", "whole")}
     saved = {
         run: (storage, catalogue.find_newest_checkpoint(storage, verifies_bytes=False, quarantines=False))
-        for run, storage in found.items()
+        for run, storage in storages.items()
     }
     names = {run: set(at.manifest.tensors) for run, (_, at) in saved.items()}
     assert names["halves"] == names["whole"]

@@ -92,20 +92,20 @@ def trained(c: Config, steps: int = 3) -> list[tuple[dict[str, Tensor], list[flo
         trainer = trainer_of(c, plan, communicator)
         losses = [trainer.step(k).loss for k in range(1, steps + 1)]
         weights = trainer.weights
-        found = {f"model.{n}": weights.read_master(n).clone() for n in weights.own_masters}
-        found |= {f"ema.{n}": w.clone() for n, w in weights.averages.items()}
+        tensors = {f"model.{n}": weights.read_master(n).clone() for n in weights.own_masters}
+        tensors |= {f"ema.{n}": w.clone() for n, w in weights.averages.items()}
         for n in weights.trainable_masters:
             states = trainer.optimizer.state[weights.updated[n][0]].items()
-            found |= {
+            tensors |= {
                 f"{k}.{n}": weights.part_of_parameter(n, v).clone() for k, v in states if v.dim() and "_scale" not in k
             }
         if c.train.ema:
             losses.append(validation_loss(trainer))
-            assert all(torch.equal(found[f"model.{n}"], weights.read_master(n)) for n in weights.own_masters)
+            assert all(torch.equal(tensors[f"model.{n}"], weights.read_master(n)) for n in weights.own_masters)
         state = RankTrainingState(trainer)
         kept = sum(b.tensor.nbytes for b in state.live_blocks() if b.name.startswith(("model.", "low.")))
         planned = weight_bytes(trainer.stage, count_states_per_element(c), communicator.coordinates)["parameters"]
-        return found, losses, kept, planned
+        return tensors, losses, kept, planned
 
     return [on_rank(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, on_rank)
 
@@ -142,13 +142,13 @@ def test_negative_control_a_low_half_of_another_number(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "there, here", [(("split", "zero3"), ("fp32", "1d")), (("fp32", "zero1"), ("split", "zero3")),
+    "source, target", [(("split", "zero3"), ("fp32", "1d")), (("fp32", "zero1"), ("split", "zero3")),
                     (("split", "1d"), ("split", "stages"))], ids=str,
 )  # fmt: skip
-def test_checkpoints_hold_the_numbers(there, here, tmp_path):
+def test_checkpoints_hold_the_numbers(source, target, tmp_path):
     storage = open_storage(str(tmp_path))
-    directory, stored = saved(configured(*there), storage)
-    have = restored(configured(*here), storage, directory)
+    directory, stored = saved(configured(*source), storage)
+    have = restored(configured(*target), storage, directory)
 
     def numbers(tensors: dict[str, Tensor], name: str) -> Tensor:
         high, low = tensors[f"model.{name}"], tensors.get(f"low.{name}")
@@ -156,7 +156,7 @@ def test_checkpoints_hold_the_numbers(there, here, tmp_path):
 
     names = [name.removeprefix("model.") for name in have if name.startswith("model.")]
     assert all(torch.equal(numbers(have, name), numbers(stored, name)) for name in names)
-    assert any(name.startswith("low.") for name in have) == (here[0] == "split")
+    assert any(name.startswith("low.") for name in have) == (target[0] == "split")
 
 
 @pytest.mark.parametrize(

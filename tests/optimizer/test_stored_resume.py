@@ -79,7 +79,7 @@ def rounded(x: Tensor, form: str, moment: str, coded: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "there, here",
+    "source, target",
     [
         (("fp32", "zero3"), ("int8", "1d")), (("int8", "zero2"), ("fp32", "zero3")),
         (("int8", "1d"), ("bf16", "serial")), (("bf16", "stages"), ("int8", "zero1")),
@@ -88,10 +88,10 @@ def rounded(x: Tensor, form: str, moment: str, coded: bool) -> Tensor:
     ],
     ids=str,
 )  # fmt: skip
-def test_any_form_becomes_any_other_under_any_plan(there, here, tmp_path):
+def test_any_form_becomes_any_other_under_any_plan(source, target, tmp_path):
     storage = open_storage(str(tmp_path))
-    directory, stored = saved(configured(*there), storage)
-    have = restored(configured(*here), storage, directory)
+    directory, stored = saved(configured(*source), storage)
+    have = restored(configured(*target), storage, directory)
     names = [name.removeprefix("model.") for name in have if name.startswith("model.")]
     coded = 0
     for name in names:
@@ -99,10 +99,10 @@ def test_any_form_becomes_any_other_under_any_plan(there, here, tmp_path):
         for moment in SIGNED:
             was, has = (wide(tensors, moment, name) for tensors in (stored, have))
             is_coded = f"{moment}_scale.{name}" in have
-            exact = here[0] == there[0]
-            assert torch.equal(has, was if exact else rounded(was, here[0], moment, is_coded)), (moment, name)
+            exact = target[0] == source[0]
+            assert torch.equal(has, was if exact else rounded(was, target[0], moment, is_coded)), (moment, name)
             coded += is_coded
-    assert (coded > 0) == (here[0] == "int8")
+    assert (coded > 0) == (target[0] == "int8")
 
 
 def test_shards_that_cut_blocks_read_what_has_scales(tmp_path):
@@ -151,10 +151,10 @@ def test_a_run_says_that_it_converts(tmp_path):
 @pytest.mark.full
 def test_a_run_goes_on_in_8_bits_and_back_and_says_so(tmp_path):
     run = [QUICK, *SMALL, "cluster=inline", "tensor=serial", "parallel.data=1", "data=synthetic", "eval.every=0"]
-    for step, (precision, there) in enumerate([("bf16", ""), ("fp8", "bf16"), ("bf16", "fp8")], 1):
+    for step, (precision, before) in enumerate([("bf16", ""), ("fp8", "bf16"), ("bf16", "fp8")], 1):
         done = in_this_process(
             *run, "run.dir=run", "train.steps=6", f"train.stop_at={2 * step}", f"precision={precision}", cwd=tmp_path
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert not there or f"changed  precision: {there} there, {precision} here" in done.stdout, done.stdout
+        assert not before or f"changed  precision: {before} there, {precision} here" in done.stdout, done.stdout
     assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "loss" in row][-1] == 6

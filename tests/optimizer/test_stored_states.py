@@ -175,19 +175,19 @@ def stored_bytes(c: Config):
     return plan, [on_rank(SingleRank(plan.mesh))] if alone else run_threads(plan.mesh, on_rank)
 
 
-@pytest.mark.parametrize("plan", ["serial", "1d", "zero3"])
+@pytest.mark.parametrize("layout", ["serial", "1d", "zero3"])
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
-def test_planned_bytes_are_those_kept(moments, plan):
-    c = configured(moments, precision="fp32", **PLANS.get(plan, {}))
-    made, ranks = stored_bytes(c)
-    padding = sum(b.elements - sum(b.sizes) for b in made.buckets) * 8
+def test_planned_bytes_are_those_kept(moments, layout):
+    c = configured(moments, precision="fp32", **PLANS.get(layout, {}))
+    plan, ranks = stored_bytes(c)
+    padding = sum(b.elements - sum(b.sizes) for b in plan.buckets) * 8
     for kept, planned, _ in ranks:
         assert planned - padding <= kept <= planned
-    if plan != "zero3":
+    if layout != "zero3":
         assert ranks[0][0] == ranks[0][1]
-    if plan == "serial":
-        assert ranks[0][0] == ranks[0][2] == state_bytes(made, 2)
-    wide = weight_bytes(make_plan(configured("fp32", precision="fp32", **PLANS.get(plan, {}))), 2)["optimizer"]
+    if layout == "serial":
+        assert ranks[0][0] == ranks[0][2] == state_bytes(plan, 2)
+    wide = weight_bytes(make_plan(configured("fp32", precision="fp32", **PLANS.get(layout, {}))), 2)["optimizer"]
     assert ranks[0][1] < (0.51 if moments == "bf16" else 0.28) * wide
 
 

@@ -22,7 +22,7 @@ def replay_blocking(rows: Rows) -> None:
     """
     total_chunks = 1 + max((a.chunk for row in rows for a in row), default=0)
     at = [0] * len(rows)
-    here: list[set[tuple[str, int, int]]] = [set() for _ in rows]  # results on each stage
+    results: list[set[tuple[str, int, int]]] = [set() for _ in rows]  # of each stage
     progress = True
     while progress:
         progress = False
@@ -30,14 +30,14 @@ def replay_blocking(rows: Rows) -> None:
             while at[stage] < len(row):
                 action = row[at[stage]]
                 if action.kind in COMPUTE:
-                    missing = [r for r in needs_of_action(action, total_chunks) if r not in here[stage]]
+                    missing = [r for r in needs_of_action(action, total_chunks) if r not in results[stage]]
                     if missing:
                         names = " and ".join(f"{chunk}{kind}{m}" for kind, chunk, m in missing)
                         raise ScheduleError(f"stage {stage}: {action} runs before {names} is there", rows)
-                    here[stage].add(result_of_action(action))
+                    results[stage].add(result_of_action(action))
                 elif _meets(rows, at, stage, action):
                     assert action.peer is not None
-                    here[action.peer].add(result_of_action(action))
+                    results[action.peer].add(result_of_action(action))
                     at[action.peer] += 1
                 else:
                     break

@@ -28,9 +28,9 @@ def size_of(*overrides: str) -> int:
 
 def described(path, latency: float) -> str:
     """Write a hardware whose nodes of one core each are joined by links of 1 Gbit/s; return its file."""
-    found = yaml.safe_load(file_of_hardware("cpu").read_text())
-    found["node"]["ranks"], found["network"]["latency"] = 1, latency
-    path.write_text(yaml.safe_dump(found))
+    description = yaml.safe_load(file_of_hardware("cpu").read_text())
+    description["node"]["ranks"], description["network"]["latency"] = 1, latency
+    path.write_text(yaml.safe_dump(description))
     return str(path)
 
 
@@ -131,25 +131,25 @@ def launches(plan: Plan) -> Counter[str]:
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory) -> dict[str, int]:
     """Return the sizes of buckets for links of two latencies."""
-    folder, found = tmp_path_factory.mktemp("hardware"), {}
+    folder, chosen = tmp_path_factory.mktemp("hardware"), {}
     for name, latency in (("prompt", 1e-4), ("slow", 0.1)):
         c = configure(**SHAPE)
         c.cluster.hardware = described(folder / f"{name}.yaml", latency)
-        found[name] = make_plan(c).bucket_mib
-    return found
+        chosen[name] = make_plan(c).bucket_mib
+    return chosen
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_run_launches_what_the_plan_says(zero, sizes):
     """In fp64 as one process does, with the plan's bytes; and fewer collectives where links have a high latency."""
-    found = {}
+    launched = {}
     for name, size in sizes.items():
         c = configure(**SHAPE, zero=zero, bucket_mib=size)
         plan, results = run(c)
         examine(c, plan, results)
-        found[name] = Counter(launch.op for launch in results[0].log if launch.axes == ("data",))
-        assert found[name] == launches(plan)
-    assert sum(found["slow"].values()) < sum(found["prompt"].values())
+        launched[name] = Counter(launch.op for launch in results[0].log if launch.axes == ("data",))
+        assert launched[name] == launches(plan)
+    assert sum(launched["slow"].values()) < sum(launched["prompt"].values())
 
 
 def test_negative_control_a_runtime_with_buckets_of_its_own(monkeypatch):
@@ -165,9 +165,13 @@ def test_a_search_that_leaves_zero_3_settles_it(tmp_path):
     file = described(tmp_path / "mine.yaml", 1e-3)
     config = compose_config([*TWO, "parallel.zero=-1", f"cluster.hardware={file}"])
     config.parallel.zero = 3
-    found = replan(config, 2)
-    assert found and found.config.parallel.zero < 3 and found.config.parallel.bucket_mib == found.plan.bucket_mib > 0
+    replanned = replan(config, 2)
+    assert (
+        replanned
+        and replanned.config.parallel.zero < 3
+        and replanned.config.parallel.bucket_mib == replanned.plan.bucket_mib > 0
+    )
     (tmp_path / "mine.yaml").unlink()
-    assert make_plan(found.config) == found.plan
+    assert make_plan(replanned.config) == replanned.plan
     with pytest.raises(ConfigError, match="no such file"):
-        make_plan(replace(found.config, parallel=replace(found.config.parallel, bucket_mib="auto")))
+        make_plan(replace(replanned.config, parallel=replace(replanned.config.parallel, bucket_mib="auto")))

@@ -69,9 +69,9 @@ SIZES = (0, 12, 25, 50, 100, 200, 400, 1000)
 @pytest.mark.parametrize(("zero", "behind", "ahead"), [(0, 1.02, 0.98), (1, 1.01, 1.01), (2, 1.01, 1.02)])
 def test_the_price_finds_none_much_better(zero, behind, ahead):
     """And under ZeRO 25 MiB, or each block by itself, costs more, which is the negative control."""
-    found = {}
+    seconds = {}
     for size in ("auto", *SIZES):
         c = compose_config([*NODES, f"parallel.zero={zero}", f"parallel.bucket_mib={size}"])
-        found[size] = step_price(c, make_plan(c), read_hardware("h100")).seconds
-    best = min(found.values())
-    assert found["auto"] < behind * best and min(found[0], found[25]) > ahead * found["auto"]
+        seconds[size] = step_price(c, make_plan(c), read_hardware("h100")).seconds
+    best = min(seconds.values())
+    assert seconds["auto"] < behind * best and min(seconds[0], seconds[25]) > ahead * seconds["auto"]

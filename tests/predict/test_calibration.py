@@ -67,15 +67,15 @@ def kernels(h):
 def links(h, one, slower=()):
     """What a rank of one group measures of its links; collectives of the kinds `slower` take twice as long."""
     n, groups = one.ranks_and_groups
-    here = n if one.tier == "node" else 1
+    per_node = n if one.tier == "node" else 1
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22):
         for op in KINDS:
-            yield op, [n, size], float(group_seconds(op, size, n, here, h)) * (2 if op in slower else 1)
+            yield op, [n, size], float(group_seconds(op, size, n, per_node, h)) * (2 if op in slower else 1)
         yield "send", [n, size], float(message_seconds(size, one.tier == "node", h))
     yield "beside", [0.03, 0.02], 0.03 + h.interference * 0.02
 
 
-def found(h, slower=()):
+def fit_hardware(h, slower=()):
     measured = [
         (one, [list(kernels(h) if one.tier == "kernels" else links(h, one, slower))] * 2)
         for one in plan_calibration_rounds(NODES)
@@ -84,26 +84,26 @@ def found(h, slower=()):
 
 
 def test_it_finds_the_hardware_that_was_measured():
-    made, tiers = found(TRUE)
-    assert tiers == {"node", "network"} and made.ranks == 4
-    assert made.peaks == pytest.approx(TRUE.peaks) and made.bandwidth == pytest.approx(TRUE.bandwidth)
-    assert (made.tile, made.ahead) == (32, False)
+    fitted, tiers = fit_hardware(TRUE)
+    assert tiers == {"node", "network"} and fitted.ranks == 4
+    assert fitted.peaks == pytest.approx(TRUE.peaks) and fitted.bandwidth == pytest.approx(TRUE.bandwidth)
+    assert (fitted.tile, fitted.ahead) == (32, False)
     for name, rel in (("fill", 0.02), ("launch", 0.05), ("interference", 1e-6)):
-        assert getattr(made, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
-    assert made.reached.products == pytest.approx(0.8, rel=0.02)
-    assert made.reached.attention == pytest.approx(0.32, rel=0.02)
-    assert made.reached.memory == pytest.approx(0.6, rel=0.05)
+        assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=rel), name
+    assert fitted.reached.products == pytest.approx(0.8, rel=0.02)
+    assert fitted.reached.attention == pytest.approx(0.32, rel=0.02)
+    assert fitted.reached.memory == pytest.approx(0.6, rel=0.05)
     for tier in ("node", "network"):
-        true, link = getattr(TRUE, tier), getattr(made, tier)
+        true, link = getattr(TRUE, tier), getattr(fitted, tier)
         assert link.bandwidth == pytest.approx(true.bandwidth) and link.latency == pytest.approx(true.latency)
         for op in KINDS:
             for n in (2, 4):
-                there = [float(group_seconds(op, 300_000, n, n if tier == "node" else 1, h)) for h in (TRUE, made)]
-                assert there[1] == pytest.approx(there[0], rel=0.05), (tier, op, n)  # small ones go down a tree
+                seconds = [float(group_seconds(op, 300_000, n, n if tier == "node" else 1, h)) for h in (TRUE, fitted)]
+                assert seconds[1] == pytest.approx(seconds[0], rel=0.05), (tier, op, n)  # small ones go down a tree
 
 
 def test_one_slower_kind_changes_that_kind_alone():
-    usual, slow = found(TRUE)[0], found(TRUE, slower=["reduce_scatter"])[0]
+    usual, slow = fit_hardware(TRUE)[0], fit_hardware(TRUE, slower=["reduce_scatter"])[0]
     changed = [op for op in KINDS if slow.network.kind_link(op) != usual.network.kind_link(op)]
     assert changed == ["reduce_scatter"]
     assert slow.network.kind_link("reduce_scatter").bandwidth == pytest.approx(
@@ -112,13 +112,13 @@ def test_one_slower_kind_changes_that_kind_alone():
 
 
 def test_the_file_says_what_was_measured_and_is_read_again():
-    made, tiers = found(TRUE)
-    text = format_hardware_file(made, tiers, SEEN)
+    fitted, tiers = fit_hardware(TRUE)
+    text = format_hardware_file(fitted, tiers, SEEN)
     again = parse_hardware("mine", yaml.safe_load(text))
     assert again.node.kind_link("all_gather").bandwidth == pytest.approx(
-        made.node.kind_link("all_gather").bandwidth, rel=1e-3
+        fitted.node.kind_link("all_gather").bandwidth, rel=1e-3
     )
-    assert again.ahead is False and again.reached.memory == pytest.approx(made.reached.memory, rel=1e-2)
+    assert again.ahead is False and again.reached.memory == pytest.approx(fitted.reached.memory, rel=1e-2)
     numbers = [line for line in text.splitlines()[1:] if not line.startswith((" ", "accelerator"))]
     assert all("#" in line for line in numbers if not line.startswith("reached"))
     alone = format_hardware_file(
@@ -178,7 +178,7 @@ def test_nothing_is_hidden_where_one_core_does_it_all():
 
 
 def test_mistakes_of_kinds_are_named():
-    data = yaml.safe_load(format_hardware_file(*found(TRUE), SEEN))
+    data = yaml.safe_load(format_hardware_file(*fit_hardware(TRUE), SEEN))
     data["node"]["kinds"]["all_sum"] = {}
     data["network"]["kinds"]["reduce"]["hop"] = 0
     data["ahead"] = "maybe"
@@ -195,6 +195,6 @@ def test_python_calls_are_no_launches():
     """A GPU's launch is what is left of a tiny step's host time without its calls of Python."""
     gpu, works = replace(read_hardware("h200"), launch=40e-6), steps()
     samples = [Sample((number,), price_work(work, gpu).seconds) for number, work in enumerate(works)]
-    made = _calibrate_steps(replace(gpu, launch=5e-6), samples, works)
-    assert made.launch == pytest.approx(gpu.launch, rel=0.01)
+    fitted = _calibrate_steps(replace(gpu, launch=5e-6), samples, works)
+    assert fitted.launch == pytest.approx(gpu.launch, rel=0.01)
     assert sum(p.calls for p in works[0].forward) > 0, "control: there is something to leave out"

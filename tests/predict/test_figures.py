@@ -54,8 +54,8 @@ def rises(values: Sequence[float]) -> bool:
     return all(a < b for a, b in pairwise(values))
 
 
-def best(found: dict[int, float]) -> int:
-    return max(found, key=found.__getitem__)
+def best(speeds: dict[int, float]) -> int:
+    return max(speeds, key=speeds.__getitem__)
 
 
 @pytest.mark.full
@@ -64,8 +64,8 @@ def test_figure_6_more_replicas_idle_less(gpus, batch):
     """The bubble over the time without it is (n - d) / b', the paper's, for n GPUs, d replicas and b' microbatches."""
     shares = []
     for d in (1, 2, 4, 8):
-        found = priced(gpus, (2 * gpus, 4096, 32), "model.vocab=512", p=gpus // d, batch=batch)
-        shares.append(found.bubble / found.computing)
+        price = priced(gpus, (2 * gpus, 4096, 32), "model.vocab=512", p=gpus // d, batch=batch)
+        shares.append(price.bubble / price.computing)
         # unlike the paper's, stages are not quite equal: the last one has the logits too
         assert shares[-1] == pytest.approx((gpus - d) / batch, rel=0.1)
     assert rises(shares[::-1])
@@ -77,8 +77,8 @@ def test_figures_7_and_8_larger_microbatches_compute_faster_and_idle_more():
     alone = {b: speed(1, BILLION, b=b, batch=16) for b in (1, 2, 4, 8, 16)}
     assert rises([*alone.values()])
     for batch in (128, 512):
-        found = {b: (batch / b + 8 - 1) * b / alone[b] for b in alone}  # the paper's equation 1, over a constant
-        assert best({b: 1 / t for b, t in found.items()}) in (1, 2, 4)
+        times = {b: (batch / b + 8 - 1) * b / alone[b] for b in alone}  # the paper's equation 1, over a constant
+        assert best({b: 1 / t for b, t in times.items()}) in (1, 2, 4)
 
 
 @pytest.mark.full
@@ -110,8 +110,8 @@ def test_figures_12_and_18_interleaving_gains_where_batches_are_small():
 
 @pytest.mark.parametrize("batch", [32, pytest.param(128, marks=pytest.mark.full)])
 def test_figure_13_tensor_ranks_fill_a_node_and_stages_the_rest(batch):
-    found = {t: speed(64, GPT_162B, t=t, p=64 // t, batch=batch) for t in (2, 4, 8, 16, 32)}
-    assert best(found) == 8 and found[8] > 1.3 * found[32]
+    speeds = {t: speed(64, GPT_162B, t=t, p=64 // t, batch=batch) for t in (2, 4, 8, 16, 32)}
+    assert best(speeds) == 8 and speeds[8] > 1.3 * speeds[32]
 
 
 @pytest.mark.full
@@ -119,17 +119,17 @@ def test_figure_13_tensor_ranks_fill_a_node_and_stages_the_rest(batch):
 def test_figures_14_and_15_replicas_before_stages_and_tensor_ranks(batch):
     """Where the model fits, each further stage or tensor rank in place of a replica is slower, most so past a node."""
     for key in ("p", "t"):
-        found = {n: speed(64, GPT_5_9B, batch=batch, **{key: n}) for n in (2, 4, 8, 16, 32)}
-        assert rises([*found.values()][::-1])
-        assert key == "p" or found[16] < 0.7 * found[8]
+        speeds = {n: speed(64, GPT_5_9B, batch=batch, **{key: n}) for n in (2, 4, 8, 16, 32)}
+        assert rises([*speeds.values()][::-1])
+        assert key == "p" or speeds[16] < 0.7 * speeds[8]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch", [128, 512])
 def test_figure_16_a_microbatch_of_two_is_best(batch):
     """Of a larger batch one of 2 and one of 4 are within 0.5 %."""
-    found = {b: speed(64, GPT_91B, t=8, p=8, b=b, batch=batch) for b in (1, 2, 4, 8)}
-    assert found[2] > 0.995 * found[best(found)] and found[2] > found[1] and found[8] < found[4]
+    speeds = {b: speed(64, GPT_91B, t=8, p=8, b=b, batch=batch) for b in (1, 2, 4, 8)}
+    assert speeds[2] > 0.995 * speeds[best(speeds)] and speeds[2] > speeds[1] and speeds[8] < speeds[4]
 
 
 @pytest.mark.full
@@ -151,8 +151,8 @@ def test_figure_17_recomputation_costs_a_third_and_saves_what_grows_with_the_bat
 
 def test_negative_control_without_fast_links_in_a_node_fewer_tensor_ranks_are_best():
     slow = A100.replace_constants({"node": 0.05})
-    found = {}
+    speeds = {}
     for t in (4, 8):
         config, plan = planned(64, GPT_162B, t=t, p=64 // t, batch=32)
-        found[t] = 1 / price_work(build_step_work(config, plan, system=SYSTEM), slow).seconds
-    assert best(found) == 4
+        speeds[t] = 1 / price_work(build_step_work(config, plan, system=SYSTEM), slow).seconds
+    assert best(speeds) == 4

@@ -25,22 +25,22 @@ STREAM = 2 * 4096  # bytes of a token's input of a block
 
 def needs(*arguments: str) -> Footprint:
     config = compose_config([*LLAMA, *arguments])
-    [found] = predict_footprints(config, make_plan(config))
-    return found
+    [footprint] = predict_footprints(config, make_plan(config))
+    return footprint
 
 
 @pytest.mark.parametrize(("kind", "most"), {"ring": 14.5e9, "heads": 17.7e9, "gather": 30.5e9}.items())
 def test_a_million_tokens_on_32_gpus(kind, most):
-    found = needs(*OF_32, *SAVING, "cluster.gpu=H100", f"parallel.context_kind={kind}")
-    assert 0.95 * most < found.total_bytes < most
-    assert found.host == 32 * STREAM * 1_000_000 / 32  # of 32 blocks, on 32 ranks
+    footprint = needs(*OF_32, *SAVING, "cluster.gpu=H100", f"parallel.context_kind={kind}")
+    assert 0.95 * most < footprint.total_bytes < most
+    assert footprint.host == 32 * STREAM * 1_000_000 / 32  # of 32 blocks, on 32 ranks
 
 
 def test_half_a_million_on_one():
     """Weights, masters and their gradients alone are 80 GB; they are not offloaded."""
-    found = needs(*OF_ONE)
-    assert found.total_bytes < 0.9 * (nominal_memory("MI300X") or 0)
-    assert found.host == 32 * STREAM * 500_000
+    footprint = needs(*OF_ONE)
+    assert footprint.total_bytes < 0.9 * (nominal_memory("MI300X") or 0)
+    assert footprint.host == 32 * STREAM * 500_000
 
 
 @pytest.mark.parametrize("without", ["train.mlp_chunks=1", "recompute_offload=false"])

@@ -53,12 +53,12 @@ def test_a_gpu_has_room_for_its_own_libraries():
     """Every worker of gpt175b is in its group along t, in the world, and in two lines to each neighbour of the ring."""
     c = compose_config(["+experiment=gpt175b"])
     plan = make_plan(c)
-    found = predict_footprints(c, plan)
-    for stage, f in enumerate(found):
+    footprints = predict_footprints(c, plan)
+    for stage, f in enumerate(footprints):
         neighbours = sum(stage in pair for pair in plan.neighbour_stages)
-        there = f.total_bytes - f.reserved
-        assert f.reserved == CONTEXT + 2 * GROUP + 2 * neighbours * LINE + round(ROUNDING * there)
-    most = max(found, key=lambda f: f.total_bytes)
+        tensors = f.total_bytes - f.reserved
+        assert f.reserved == CONTEXT + 2 * GROUP + 2 * neighbours * LINE + round(ROUNDING * tensors)
+    most = max(footprints, key=lambda f: f.total_bytes)
     assert MemoryForecast(c, plan).exceeds_memory(most.total_bytes - 1) and not MemoryForecast(c, plan).exceeds_memory(
         most.total_bytes
     )

@@ -109,10 +109,10 @@ def test_it_is_chosen_beside_other_keys(add_key):
     """Of every row at once: all of them are columns, modes or sketches of one grid."""
     add_key("gathered")
     add_key("overlap")
-    found = searched("plan.search=[all]", "tensor.gathered=keep")
-    assert {f.choice.gathered for f in found.tried} == {"keep", "again"}
-    assert {f.choice.overlap for f in found.tried} == {True, False}
-    assert found.quickest_fitting_finalist and found.quickest_fitting_finalist.choice.overlap
+    outcome = searched("plan.search=[all]", "tensor.gathered=keep")
+    assert {f.choice.gathered for f in outcome.tried} == {"keep", "again"}
+    assert {f.choice.overlap for f in outcome.tried} == {True, False}
+    assert outcome.quickest_fitting_finalist and outcome.quickest_fitting_finalist.choice.overlap
 
 
 def test_it_is_a_neighbour_of_a_plan(add_key, monkeypatch):

@@ -141,12 +141,12 @@ def test_memory_counts_both_passes_of_a_pair():
     """More microbatches are in flight; in a pair, one pass keeps less as the other keeps more."""
     config, plan = planned(*PIPED, "train.pair_passes=on")
     model = build_model(config.model)
-    found = {}
+    footprints = {}
     for in_pairs in (False, True):
         rows = lower_schedule(build_schedule(config, 4, in_pairs))
-        found[in_pairs] = [predict_footprint(plan, model, row, s, 2, 0.0, "cuda") for s, row in enumerate(rows)]
-    assert [f.in_flight for f in found[False]] == [2, 1] and [f.in_flight for f in found[True]] == [4, 2]
-    for alone, paired, live in zip(*found.values(), (4, 2), strict=True):
+        footprints[in_pairs] = [predict_footprint(plan, model, row, s, 2, 0.0, "cuda") for s, row in enumerate(rows)]
+    assert [f.in_flight for f in footprints[False]] == [2, 1] and [f.in_flight for f in footprints[True]] == [4, 2]
+    for alone, paired, live in zip(*footprints.values(), (4, 2), strict=True):
         assert alone.total_bytes < paired.total_bytes and paired.activations <= live * alone.activations
 
 

@@ -80,9 +80,9 @@ class WithStretch:
 
     def part(self, ops, inputs, flow, units):
         stream = Spec.of("stream", "length batch d_model")
-        found = self.model.part(ops, inputs, flow, units)
+        outputs = self.model.part(ops, inputs, flow, units)
         ops.recomputed("full", "more", lambda x: ops.pointwise("gelu", x), stream, Symbol(stream))
-        return found
+        return outputs
 
 
 def planned(*overrides):
@@ -189,18 +189,18 @@ def test_a_system_that_gathers_weight_by_weight():
     hidden, waited = (
         build_step_work(config, plan, system=System(by_weight=chosen, counts_calls=False)) for chosen in (False, True)
     )
-    there, back = waited.forward[0], waited.backward[0]
+    forward, backward = waited.forward[0], waited.backward[0]
     layers, others = config.model.layers, 4  # embedding, at both ends; positions; last norm
 
     def moved(launches):
         return sum(c.elements * n for c, n in launches.items())
 
-    assert moved(there.fetches) == moved(hidden.forward[0].hides) and not there.hides
-    assert sum(there.fetches.values()) == 4 * layers + others
-    assert sum(back.fetches.values()) == 7 * layers + others - 2  # the end's are there still
-    assert {c.op for c in back.hides} == {"all_reduce"}
+    assert moved(forward.fetches) == moved(hidden.forward[0].hides) and not forward.hides
+    assert sum(forward.fetches.values()) == 4 * layers + others
+    assert sum(backward.fetches.values()) == 7 * layers + others - 2  # the end's are there still
+    assert {c.op for c in backward.hides} == {"all_reduce"}
     more = price_work(waited, replace(A100, launch=2 * A100.launch)).seconds - price_work(waited, A100).seconds
-    gathers = sum(there.fetches.values()) + sum(back.fetches.values())
+    gathers = sum(forward.fetches.values()) + sum(backward.fetches.values())
     assert more == pytest.approx(plan.microbatches * gathers * 2 * A100.launch)
 
 
@@ -230,24 +230,24 @@ def test_known_makespans_are_simulated_ones(kind, chunks, batch):
 def test_messages_of_1f1b_wait_as_long_as_in_a_simulation_of_them(stages):
     """Passes between which messages are under way, which keep no stage busy."""
     config, plan = planned("pipeline=1f1b", f"pipeline.stages={stages}", "train.microbatch=2")
-    there, back, message, n = 3.0, 5.0, 1.0, plan.microbatches
-    forward = [PassTime(there, {"stage": message} if stage else {}) for stage in range(stages)]
-    backward = [PassTime(back, {"stage": message} if stage < stages - 1 else {}) for stage in range(stages)]
-    made = [sum(pair, PassTime()).seconds for pair in zip(*add_message_waits(forward, backward), strict=True)]
-    times = {Kind.FORWARD: there, Kind.BACKWARD: back}
+    forward_seconds, backward_seconds, message, n = 3.0, 5.0, 1.0, plan.microbatches
+    forward = [PassTime(forward_seconds, {"stage": message} if stage else {}) for stage in range(stages)]
+    backward = [PassTime(backward_seconds, {"stage": message} if stage < stages - 1 else {}) for stage in range(stages)]
+    seconds = [sum(pair, PassTime()).seconds for pair in zip(*add_message_waits(forward, backward), strict=True)]
+    times = {Kind.FORWARD: forward_seconds, Kind.BACKWARD: backward_seconds}
     simulated = simulate(build_schedule(config, plan.num_replicas), times, message).makespan
-    assert n * made[0] + sum(made[1:]) == pytest.approx(simulated, rel=0.01)
-    held_up = (n + stages - 1) * (there + back + 2 * message)
+    assert n * seconds[0] + sum(seconds[1:]) == pytest.approx(simulated, rel=0.01)
+    held_up = (n + stages - 1) * (forward_seconds + backward_seconds + 2 * message)
     assert held_up > 1.05 * simulated, "control: as if each message held up a stage"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_parts_add_up(scheme):
     config, plan = planned(*SCHEMES[scheme])
-    found = step_price(config, plan, A100)
-    parts = found.computing + sum(found.waiting.values()) + found.bubble + found.host + found.optimizer
-    assert parts == pytest.approx(found.seconds)
-    assert found.training_days(found.tokens) == found.seconds / 86400
+    price = step_price(config, plan, A100)
+    parts = price.computing + sum(price.waiting.values()) + price.bubble + price.host + price.optimizer
+    assert parts == pytest.approx(price.seconds)
+    assert price.training_days(price.tokens) == price.seconds / 86400
 
 
 def test_a_large_product_takes_what_the_device_reaches():
@@ -287,8 +287,8 @@ def test_a_ring_passes_every_rank_of_a_node():
 
 def test_every_hardware_is_read():
     for name in names_of_hardware():
-        found = read_hardware(name)
-        assert found.peak_flops("bf16") and found.memory >= 4e9
+        hardware = read_hardware(name)
+        assert hardware.peak_flops("bf16") and hardware.memory >= 4e9
     assert find_gpu_hardware("A100-80GB") == A100
 
 
@@ -403,8 +403,8 @@ def test_bytes_of_a_layer_are_those_of_its_compiled_kernels(of):
         work = build_step_work(c, make_plan(c))
         return [sum(n * part.bytes for part, n in w.parts if not part.fused) for [w] in (work.forward, work.backward)]
 
-    found = sum(more - few for more, few in zip(moved(3), moved(2), strict=True)) / 1e6
-    assert found == pytest.approx(sum(COMPILED_MB[of]), rel=0.1)
+    megabytes = sum(more - few for more, few in zip(moved(3), moved(2), strict=True)) / 1e6
+    assert megabytes == pytest.approx(sum(COMPILED_MB[of]), rel=0.1)
 
 
 PATHS = {

@@ -82,8 +82,8 @@ def test_the_large_rows_by_the_small_ones():
 @pytest.mark.full
 def test_table_2_by_the_constants_of_table_1():
     constants = compare_runs(table(1), [True] * 10).constants["a100_80g megatron-2021"]
-    found = [run.predict_price(constants).seconds / run.seconds - 1 for run in table(2)]
-    assert sum(map(abs, found)) / 6 <= 0.02 and max(map(abs, found)) <= 0.02
+    errors = [run.predict_price(constants).seconds / run.seconds - 1 for run in table(2)]
+    assert sum(map(abs, errors)) / 6 <= 0.02 and max(map(abs, errors)) <= 0.02
 
 
 @pytest.mark.full
@@ -122,10 +122,10 @@ def test_newer_software_is_faster_alike():
     """Runs of a year later are all faster than by the constants of table 1, and by two of their own they are right;
     selective recomputation is ranked before full."""
     rows = read_measured_runs(str(TABLES / "korthikanti_table_5.csv"), compose_config)
-    found = compare_runs(rows, [True] * len(rows))
-    scores = found.score_runs(fitted=True)
+    comparison = compare_runs(rows, [True] * len(rows))
+    scores = comparison.score_runs(fitted=True)
     assert scores.mean <= 0.03 and scores.largest <= 0.06
-    assert all(ranking.tau == 1 for ranking in found.score_rankings())
+    assert all(ranking.tau == 1 for ranking in comparison.score_rankings())
 
 
 @pytest.mark.full
@@ -227,9 +227,9 @@ def test_a_table_is_compared(tmp_path, capsys):
     path = tmp_path / "table.csv"
     path.write_text(SMALL + ROWS)
     assert main(["compare", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["rows"]] == ["one", "two"]
-    assert [(r["tau"], r["regret"]) for r in found["rankings"]] == [(1.0, 0.0)]
+    report = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in report["rows"]] == ["one", "two"]
+    assert [(r["tau"], r["regret"]) for r in report["rankings"]] == [(1.0, 0.0)]
     assert main(["compare", str(path), "calibrate=1"]) == 0
     assert "errors of the 2 runs fitted on" in capsys.readouterr().out
 

@@ -26,9 +26,9 @@ def test_what_took_longer_is_found(times):
     config = compose_config(SIZES)
     work = build_step_work(config, make_plan(config))
     measured = fold_into_measured_parts(price_work(work, CPU.slow_down(times)).seconds_by_part)
-    found = fit_slowdowns(work, CPU, measured)
-    assert found["network"] == pytest.approx(1.0), "nothing of this run goes there"
-    assert {name: found[name] for name in ("device", "node")} == pytest.approx(
+    slowdowns = fit_slowdowns(work, CPU, measured)
+    assert slowdowns["network"] == pytest.approx(1.0), "nothing of this run goes there"
+    assert {name: slowdowns[name] for name in ("device", "node")} == pytest.approx(
         {name: times[name] for name in ("device", "node")}, rel=0.08
     )
 

@@ -69,12 +69,12 @@ def test_what_is_suggested_fits(share):
 def test_each_change_is_what_it_says():
     """The bytes after a change are those of the plan that the changed configuration makes."""
     c = configured()
-    found = dict(iterate_fitting_changes(c, 1e18))
-    assert found["train.microbatch=4"] == needed(configured(microbatch=4))
-    assert found["tensor=1d_sp"] == needed(configured(tensor="1d_sp"))
-    assert found["recompute=full"] == needed(configured(recompute="full"))
-    assert found["tensor.axes.t=4"] == needed(configured(axes={"t": 4}))
-    assert found["pipeline=1f1b pipeline.stages=2"] == needed(configured(pipeline="1f1b", stages=2))
+    needs = dict(iterate_fitting_changes(c, 1e18))
+    assert needs["train.microbatch=4"] == needed(configured(microbatch=4))
+    assert needs["tensor=1d_sp"] == needed(configured(tensor="1d_sp"))
+    assert needs["recompute=full"] == needed(configured(recompute="full"))
+    assert needs["tensor.axes.t=4"] == needed(configured(axes={"t": 4}))
+    assert needs["pipeline=1f1b pipeline.stages=2"] == needed(configured(pipeline="1f1b", stages=2))
 
 
 def test_zero_is_for_weights():

@@ -29,8 +29,8 @@ CUBE = {"tensor": "1d", "axes": {"t": 2}, "pipeline": "1f1b", "stages": 2, "data
 ROWS_COLS = {"batch": ["rows"], "heads": ["cols"], "d_ff": ["cols"], "vocab": ["cols"]}
 
 
-def sizes(found) -> dict[str, int]:
-    return {a: n for a, n in found.plan.mesh.axes.items() if n > 1}
+def sizes(replanned) -> dict[str, int]:
+    return {a: n for a, n in replanned.plan.mesh.axes.items() if n > 1}
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,11 @@ def sizes(found) -> dict[str, int]:
     ],
 )
 def test_a_cube_of_tensor_stage_and_data_loses_its_workers(workers, mesh, reason):
-    found = replan(configure(**CUBE), workers)
-    assert sizes(found) == mesh and found.reason == reason
-    assert make_plan(found.config) == found.plan and run_identity(found.config) == run_identity(configure(**CUBE))
-    assert violations_of_configuration(found.config) == []
+    replanned = replan(configure(**CUBE), workers)
+    assert sizes(replanned) == mesh and replanned.reason == reason
+    assert make_plan(replanned.config) == replanned.plan
+    assert run_identity(replanned.config) == run_identity(configure(**CUBE))
+    assert violations_of_configuration(replanned.config) == []
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +66,12 @@ def every_plan(c, workers: int, need=lambda *_: 0.0) -> list[tuple[int, int, flo
     out = []
     free = [range(1, workers + 1)] * len(axes)
     fewer = [range(1, n + 1) for n in (*c.branch.axes.values(), c.pipeline.stages)]
-    for *found, stages, data in product(*free, *fewer, range(1, -(-c.train.global_batch // c.train.microbatch) + 1)):
-        if (ranks := prod((*found, stages, data))) > workers:
+    for *counts, stages, data in product(*free, *fewer, range(1, -(-c.train.global_batch // c.train.microbatch) + 1)):
+        if (ranks := prod((*counts, stages, data))) > workers:
             continue
         other = deepcopy(c)
-        other.tensor.axes = dict(zip(axes, found, strict=False))
-        other.branch.axes = dict(zip(branches, found[len(axes) :], strict=True))
+        other.tensor.axes = dict(zip(axes, counts, strict=False))
+        other.branch.axes = dict(zip(branches, counts[len(axes) :], strict=True))
         other.pipeline.stages, other.parallel.data = stages, data
         if stages == 1:
             other.pipeline.kind, other.pipeline.chunks = "none", 1
@@ -177,9 +178,9 @@ def test_a_table_of_the_user_s_own_is_for_its_own_numbers(tmp_path):
     c = configure(**{**CUBE, "pipeline": "file", "chunks": 2})
     c.pipeline.file = path
     assert replan(c, 8).config == c
-    found = replan(c, 4)  # with one replica the table would need twice its microbatches
-    assert found.plan.mesh.world_size == 4 and found.config.pipeline.file == ""
-    assert make_plan(found.config) == found.plan and violations_of_configuration(found.config) == []
+    replanned = replan(c, 4)  # with one replica the table would need twice its microbatches
+    assert replanned.plan.mesh.world_size == 4 and replanned.config.pipeline.file == ""
+    assert make_plan(replanned.config) == replanned.plan and violations_of_configuration(replanned.config) == []
 
 
 SCRIPT = """

@@ -104,8 +104,8 @@ def test_a_sweep_with_files_of_the_users_own_ends_with_its_table(tmp_path):
     own.mkdir(parents=True)
     small = "model.layers=1 model.d_model=32 model.d_ff=64 model.length=16 train.steps=4 data=synthetic".split()
     (own / "short.yaml").write_text("# @package _global_\ndefaults:\n  - gpt_quick\n  - _self_\n")
-    given = ["-m", "+experiment=short", *small, "parallel.data=1", "tensor=serial", "seed=1,2", "cluster=inline"]
-    done = command(*given, "--config-dir", str(tmp_path / "mine"), cwd=tmp_path)
+    arguments = ["-m", "+experiment=short", *small, "parallel.data=1", "tensor=serial", "seed=1,2", "cluster=inline"]
+    done = command(*arguments, "--config-dir", str(tmp_path / "mine"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     title, _, path = last.rpartition(" ")

@@ -75,8 +75,8 @@ def test_the_bytes_of_a_plan_are_those_that_are_sent(layout, optimizer):
     c = configure(**LAYOUTS[layout])
     c.optimizer.kind, c.train.ema = optimizer, 0.9 if layout == "stages" else 0.0
     plan = make_plan(c)
-    found = count_bytes_leaving_node(c, plan, 2)
-    assert found == sent(c, plan, 2) and (found > 0) == (layout != "replicas")
+    leaving = count_bytes_leaving_node(c, plan, 2)
+    assert leaving == sent(c, plan, 2) and (leaving > 0) == (layout != "replicas")
     assert count_bytes_leaving_node(c, plan, plan.mesh.world_size) == 0, "one node has no other"
 
 
@@ -147,7 +147,7 @@ def settled(known, *changes):
 def test_rare_failures_make_snapshots_and_checkpoints_rare():
     """Young's formula, sqrt(2 x cost x time between failures): four times as rare failures, twice the interval."""
     known = Known("cuda", read_hardware("a100_80g"))
-    found = []
+    intervals = []
     for hours in (1e4, 4e4, 1.0):
         c, plan, lines = settled(known, f"elastic.mean_hours_between_failures={hours}")
         price, saved = snapshot_price(c, plan, 8, known), checkpoint_price(c, plan, known)
@@ -155,8 +155,8 @@ def test_rare_failures_make_snapshots_and_checkpoints_rare():
         assert c.elastic.snapshot_interval == max(1, int((2 * price.cost * hours * 3600) ** 0.5 / price.usual))
         assert saved.interval_seconds == pytest.approx(max(saved.saving, (2 * saved.stall * hours * 3600) ** 0.5))
         assert f"checkpoint.every={c.checkpoint.every}: " in lines[1] and "as predicted" in lines[1]
-        found.append((c.elastic.snapshot_interval, saved.interval_seconds))
-    (some, often), (rare, seldom), (least, written) = found
+        intervals.append((c.elastic.snapshot_interval, saved.interval_seconds))
+    (some, often), (rare, seldom), (least, written) = intervals
     assert 1 < some < rare <= 2 * some + 1 and seldom == pytest.approx(2 * often)
     assert least == 1 and written < often and "to write" not in lines[1]
 

@@ -42,8 +42,8 @@ FAILED = [
 
 
 def test_a_failure_is_charged_for_all_that_it_cost() -> None:
-    found = build_account(FAILED)
-    assert [tuple(s) for s in found.periods] == [
+    account = build_account(FAILED)
+    assert [tuple(s) for s in account.periods] == [
         ("start", 0, 10),
         ("useful", 10, 30),
         ("lost", 30, 40),
@@ -52,22 +52,22 @@ def test_a_failure_is_charged_for_all_that_it_cost() -> None:
         ("reshape", 64, 67),
         ("useful", 67, 80),
     ]
-    [cost] = found.failures
+    [cost] = account.failures
     assert (cost.who, cost.what, cost.step) == ("rank 3 on host-1", "died in step(31): Killed", 31)
     assert (cost.stopped, cost.repeated, cost.steps, cost.fewer) == (4.0, 10.0, 10, 5.0)  # a quarter of 20 s
     assert cost.total_seconds == 19.0
 
 
 def test_shares_are_those_of_goodput_and_add_up() -> None:
-    found = time_shares(build_account(FAILED), None)
-    assert sum(found.values()) == pytest.approx(compute_goodput(FAILED).seconds)
-    assert found["useful"] == compute_goodput(FAILED).useful_seconds == 52.0
-    assert found["lost"] == 10.0 and found["recover"] == 4.0 and found["rest"] == 1.0
+    shares = time_shares(build_account(FAILED), None)
+    assert sum(shares.values()) == pytest.approx(compute_goodput(FAILED).seconds)
+    assert shares["useful"] == compute_goodput(FAILED).useful_seconds == 52.0
+    assert shares["lost"] == 10.0 and shares["recover"] == 4.0 and shares["rest"] == 1.0
 
 
 def test_the_first_step_of_a_mesh_is_training_and_counted_once() -> None:
-    found = build_account(FAILED, step_seconds={1: 2.0, 21: 1.0, 42: 0.5})
-    assert [tuple(s) for s in found.periods] == [
+    account = build_account(FAILED, step_seconds={1: 2.0, 21: 1.0, 42: 0.5})
+    assert [tuple(s) for s in account.periods] == [
         ("start", 0, 8),
         ("useful", 8, 30),
         ("lost", 30, 40),
@@ -76,16 +76,16 @@ def test_the_first_step_of_a_mesh_is_training_and_counted_once() -> None:
         ("reshape", 64, 66.5),
         ("useful", 66.5, 80),
     ]
-    [cost] = found.failures
+    [cost] = account.failures
     assert (cost.stopped, cost.fewer) == (4.0, 5.0)
-    assert time_shares(found, None)["rest"] == 1.0 + 3.5
+    assert time_shares(account, None)["rest"] == 1.0 + 3.5
 
 
 def test_of_two_failures_at_once_each_is_charged_for_its_own_time() -> None:
-    found = build_account(
+    account = build_account(
         [*START, failure(40, 31, 10.0), failure(42, 31, 0.0), forming(43, 4), at(47, "first_step", step=31)]
     )
-    assert [f.stopped for f in found.failures] == [2.0, 5.0]
+    assert [f.stopped for f in account.failures] == [2.0, 5.0]
 
 
 def test_a_driver_that_died_is_charged_for_what_its_successor_repeats() -> None:
@@ -95,14 +95,14 @@ def test_a_driver_that_died_is_charged_for_what_its_successor_repeats() -> None:
         forming(101, 4),
         at(106, "first_step", step=21),
     ]
-    found = build_account([*START, at(35, "sampled", step=25, prompt="", text=""), *again], now=110)
-    assert [tuple(s) for s in found.periods][2:] == [
+    account = build_account([*START, at(35, "sampled", step=25, prompt="", text=""), *again], now=110)
+    assert [tuple(s) for s in account.periods][2:] == [
         ("lost", 30, 35),
         ("down", 35, 100),
         ("start", 100, 106),
         ("useful", 106, 110),
     ]
-    [cost] = found.failures
+    [cost] = account.failures
     assert (cost.who, cost.stopped, cost.repeated, cost.steps) == ("the driver", 6.0, 5.0, 5)
 
 
@@ -113,5 +113,5 @@ def test_an_empty_journal_has_an_empty_account() -> None:
 
 def test_of_many_events_bad_news_are_kept() -> None:
     many = [failure(1, 1, 0.0), *(at(i, "first_step", step=i) for i in range(2, 100))]
-    found, left_out = shown_events(many, 10)
-    assert len(found) == 10 and found[0].word == "failure" and left_out == 89
+    shown, left_out = shown_events(many, 10)
+    assert len(shown) == 10 and shown[0].word == "failure" and left_out == 89

@@ -127,23 +127,25 @@ def write_long(folder: Path, steps: int) -> None:
 
 def test_a_long_run_keeps_its_peaks(tmp_path: Path) -> None:
     write_long(tmp_path, 10_000)
-    found = looked(tmp_path)["runs"][0]["curves"]
-    grid, mean, low, high = found["of"]["train/loss"]
-    assert len(mean) == len(found["grids"][grid]["step"]) == 1000 and max(high) == 99.0 and min(low) == 1.0
+    curves = looked(tmp_path)["runs"][0]["curves"]
+    grid, mean, low, high = curves["of"]["train/loss"]
+    assert len(mean) == len(curves["grids"][grid]["step"]) == 1000 and max(high) == 99.0 and min(low) == 1.0
     assert sum(mean) / len(mean) == pytest.approx(5.009, abs=1e-3)  # parts of as many rows each
-    assert found["grids"][grid]["step"][-1] == 10_000 and found["grids"][grid]["hours"][-1] == pytest.approx(1.3889)
-    sparse, values = found["of"]["val/loss"]
-    assert found["grids"][sparse]["step"] == list(range(1000, 10_001, 1000)) and values == [4.0] * 10
-    assert len(found["of"]["comm/send/stage"]) == 2  # it never changes: no peaks
+    assert curves["grids"][grid]["step"][-1] == 10_000 and curves["grids"][grid]["hours"][-1] == pytest.approx(1.3889)
+    sparse, values = curves["of"]["val/loss"]
+    assert curves["grids"][sparse]["step"] == list(range(1000, 10_001, 1000)) and values == [4.0] * 10
+    assert len(curves["of"]["comm/send/stage"]) == 2  # it never changes: no peaks
 
 
 def test_a_spread_over_the_workers_keeps_its_ends_and_the_ranks_there(tmp_path: Path) -> None:
     write_long(tmp_path, 10_000)
-    found = looked(tmp_path)["runs"][0]["curves"]["of"]
-    least, most, ranks = (found[f"{name}"][1] for name in ("workers/power/min", "workers/power/max", "ranks/power/max"))
+    curves = looked(tmp_path)["runs"][0]["curves"]["of"]
+    least, most, ranks = (
+        curves[f"{name}"][1] for name in ("workers/power/min", "workers/power/max", "ranks/power/max")
+    )
     assert (len(ranks), max(least), max(most)) == (len(most), 0.1, 1.5)
     assert [n for i, n in enumerate(ranks) if most[i] == 1.5] == [9] and set(ranks) == {2, 9}
-    assert all(len(curve) == 2 for name, curve in found.items() if name.startswith(("workers/", "ranks/")))
+    assert all(len(curve) == 2 for name, curve in curves.items() if name.startswith(("workers/", "ranks/")))
 
 
 @pytest.mark.full

@@ -124,12 +124,12 @@ def test_a_browser_of_another_server_gets_a_page(page: LivePage, change: str) ->
 
 @pytest.fixture
 def server(page: LivePage) -> Iterator[PageServer]:
-    found = PageServer("127.0.0.1", 0, page)
-    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    page_server = PageServer("127.0.0.1", 0, page)
+    thread = threading.Thread(target=page_server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    yield found
-    found.shutdown()
-    found.server_close()
+    yield page_server
+    page_server.shutdown()
+    page_server.server_close()
     thread.join()
 
 
@@ -246,9 +246,9 @@ def test_a_host_that_cannot_be(run: Path, capfd: pytest.CaptureFixture[str], hos
 def test_a_port_that_cannot_be(
     server: PageServer, run: Path, capfd: pytest.CaptureFixture[str], port: str, says: str
 ) -> None:
-    given = port.replace("taken", str(server.server_address[1]))
+    argument = port.replace("taken", str(server.server_address[1]))
     try:
-        status = main([str(run), "--serve", given])
+        status = main([str(run), "--serve", argument])
     except SystemExit as end:
         status = end.code
     assert status == 2 and says in capfd.readouterr().err

@@ -24,9 +24,9 @@ from tests.harness.oracle import MODELS, compare, compute, configure, examine, r
 from tests.harness.threads import ThreadGroups
 from tests.runtime.test_compiled_block import FROZEN, TUNE
 from tests.runtime.test_compiled_block import compiling as compiling_locally
-from tests.runtime.test_whole_tensor_blocks import compiling, fast, made, without_waits
+from tests.runtime.test_whole_tensor_blocks import compiling, fast, traced_blocks, without_waits
 
-__all__ = ["fast", "made"]
+__all__ = ["fast", "traced_blocks"]
 
 ON = {"layers": 1, "async_products": "on"}
 SEQUENCE = {"tensor": "1d_sp", "axes": {"t": 2}, **ON}
@@ -78,16 +78,16 @@ def fused(plan) -> Counter[str]:
 @pytest.fixture
 def calls(monkeypatch):
     """How often ranks multiply as parts come, or leave."""
-    made = Counter()
+    counts = Counter()
     for name in ("gather_and_multiply", "multiply_and_scatter"):
         method = getattr(Communicator, name)
 
         def count(self, *arguments, method=method, name=name):
-            made[name] += 1
+            counts[name] += 1
             return method(self, *arguments)
 
         monkeypatch.setattr(Communicator, name, count)
-    return made
+    return counts
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -116,13 +116,13 @@ WHOLE = {
 @pytest.mark.parametrize(
     "name", [name if name == "1d_sp" else pytest.param(name, marks=pytest.mark.full) for name in WHOLE]
 )
-def test_blocks_with_them_are_compiled_whole(name, made):
+def test_blocks_with_them_are_compiled_whole(name, traced_blocks):
     """One forward and one backward pass, with the launches and bytes of blocks that run function by function, in their
     order but for buckets that are full within a block."""
     c = compiling(**WHOLE[name])
     plan, results = run(c)
-    assert fused(plan) and made and all(made)
-    for block in made:
+    assert fused(plan) and traced_blocks and all(traced_blocks)
+    for block in traced_blocks:
         code = block.functions.forward.graph.code + block.functions.backward.graph.code
         assert "gather_and_multiply" in code and "multiply_and_scatter" in code
     examine(c, plan, results)
@@ -133,14 +133,14 @@ def test_blocks_with_them_are_compiled_whole(name, made):
         assert inside == outside
 
 
-def test_compiled_blocks_with_and_without_them_are_equal_in_every_bit(made):
+def test_compiled_blocks_with_and_without_them_are_equal_in_every_bit(traced_blocks):
     """The operators of a graph compute what products that wait do; and the losses are those of blocks by function."""
     c = compiling(**LLAMA)
     asynchronous = run(c)[1]
     c.tensor.async_products = "off"
     waiting = run(c)[1]
     c.train.compile, c.tensor.async_products = "off", "on"
-    assert made and all(made)
+    assert traced_blocks and all(traced_blocks)
     for result, other, by_function in zip(asynchronous, waiting, run(c)[1], strict=True):
         assert result.losses == other.losses
         assert by_function.losses == pytest.approx(other.losses, rel=1e-14)  # a CPU's kernels may round apart
@@ -285,7 +285,7 @@ def test_negative_control_parts_in_another_order(broken, monkeypatch):
         monkeypatch.setattr(communicators, "multiply_rows", lambda x, m: multiply(x.flip(0), m))
     else:
         scatter = Communicator.multiply_and_scatter
-        monkeypatch.setattr(Communicator, "multiply_and_scatter", lambda *given: scatter(*given) * 0.5)
+        monkeypatch.setattr(Communicator, "multiply_and_scatter", lambda *arguments: scatter(*arguments) * 0.5)
     c = configure(**SEQUENCE)
     with pytest.raises(AssertionError):
         compare(c, *run(c), serial(c))

@@ -212,9 +212,9 @@ def test_what_cannot_run_is_refused_with_what_can(kernel, model, device, line):
     c.cluster.device = device
     with pytest.raises(ConfigError) as error:
         make_plan(c)
-    (found,) = error.value.violations
-    assert found.startswith(f"train.attention_kernel={kernel}: {line}"), found
-    legal = found.rpartition("nearest legal: ")[2].split(", ")
+    (violation,) = error.value.violations
+    assert violation.startswith(f"train.attention_kernel={kernel}: {line}"), violation
+    legal = violation.rpartition("nearest legal: ")[2].split(", ")
     assert {AUTO, MATH} <= set(legal)
     for other in legal:
         make_plan(replace(c, train=replace(c.train, attention_kernel=other)))

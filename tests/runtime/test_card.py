@@ -108,23 +108,23 @@ BUDGETS = {
 }
 
 
-def budget(found: Counted) -> tuple[int, int]:
-    return found.launched, round(found.nbytes / 1e6)
+def budget(section: Counted) -> tuple[int, int]:
+    return section.launched, round(section.nbytes / 1e6)
 
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_layer_s_kernels_and_bytes(name):
     overrides, *budgets = BUDGETS[name]
-    found = per_layer(compose_config(overrides))
-    assert [budget(section) for section in found.values()] == budgets
+    sections = per_layer(compose_config(overrides))
+    assert [budget(section) for section in sections.values()] == budgets
 
 
 def test_negative_control_products_that_are_rounded_and_added_later(monkeypatch):
     """4 bytes more for each of the layer's 227 million parameters, whether it is the first microbatch or not."""
     monkeypatch.setitem(ADDS_WIDE, "cuda", False)
     overrides, *budgets = BUDGETS["gpt175b t=8 1d"]
-    found = [budget(section) for section in per_layer(compose_config(overrides)).values()]
-    assert found == [budgets[0], (21, 5198), (21, 6104)]
+    actual = [budget(section) for section in per_layer(compose_config(overrides)).values()]
+    assert actual == [budgets[0], (21, 5198), (21, 6104)]
 
 
 class NarrowSums(TorchDispatchMode):
@@ -147,11 +147,11 @@ def test_no_sum_of_gradients_is_in_16_bits(wide, more, monkeypatch):
     monkeypatch.setitem(ADDS_WIDE, "cuda", wide)
     c = shrunk(compose_config(["+experiment=one_gpu", *more.split()]))
     c.train.global_batch = 2 * c.train.microbatch
-    with alone(c, 0, []) as trainer, NarrowSums() as made:
+    with alone(c, 0, []) as trainer, NarrowSums() as narrow:
         trainer._run_forward_backward(1)
         buckets = {flat.bucket.elements for flat in trainer.weights.buckets}
         assert {g.dtype for g in trainer.weights.local_gradients.values()} == {torch.float32}
-    assert made.sizes.isdisjoint(buckets) is wide
+    assert narrow.sizes.isdisjoint(buckets) is wide
 
 
 @cache
@@ -175,14 +175,14 @@ def unaligned(plan: Plan) -> set[str]:
     """The parameters whose products have a size that is no multiple of 8: of 16 bytes in bf16, without which tensor
     cores are several times slower. A matrix has d_model on one side, and all its other dims on the other."""
     tables = {"position", "relative_bias"}  # looked up, not multiplied
-    found = set()
+    names = set()
     for p in plan.parameters:
         if "d_model" in p.dims and len(p.dims) > 1:
             shape = plan.local_shape(p)
             side = shape[p.dims.index("d_model")]
             if side % 8 or prod(shape) // side % 8:
-                found.add(p.name.rpartition(".")[2])
-    return {name for name in found - tables if not name.endswith("_bias")}
+                names.add(p.name.rpartition(".")[2])
+    return {name for name in names - tables if not name.endswith("_bias")}
 
 
 @pytest.mark.parametrize("experiment", ON_GPUS)

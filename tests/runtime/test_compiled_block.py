@@ -35,18 +35,18 @@ def fast(monkeypatch):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def traced_blocks(monkeypatch):
     """What became of every block that was traced."""
-    found = []
+    blocks = []
 
     def keep(*arguments):
-        found.append(_compiled_block(*arguments))
-        return found[-1]
+        blocks.append(_compiled_block(*arguments))
+        return blocks[-1]
 
     from platform.runtime import parallel_ops
 
     monkeypatch.setattr(parallel_ops, "compile_block", keep)
-    return found
+    return blocks
 
 
 _compiled_block = compiled_blocks.compile_block
@@ -102,10 +102,10 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_they_compute_the_same(name, made):
+def test_they_compute_the_same(name, traced_blocks):
     c = compiling(**PLANS[name])
     compare(c, *run(c), serial(c))
-    assert made and all(made)
+    assert traced_blocks and all(traced_blocks)
 
 
 PASS_BY_PASS = {
@@ -117,20 +117,20 @@ PASS_BY_PASS = {
 
 
 @pytest.mark.parametrize("name", PASS_BY_PASS)
-def test_other_blocks_are_run_function_by_function(name, made):
+def test_other_blocks_are_run_function_by_function(name, traced_blocks):
     c = compiling(**PASS_BY_PASS[name])
     compare(c, *run(c), serial(c))
-    assert not made  # the plan knows it before anything is traced
+    assert not traced_blocks  # the plan knows it before anything is traced
 
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
 @pytest.mark.parametrize(("model", "weights"), [("gpt", 4), ("llama", 4), ("t5", 6)])
-def test_products_of_weight_gradients_are_apart(model, weights, made):
+def test_products_of_weight_gradients_are_apart(model, weights, traced_blocks):
     """One of each matrix, those side by side as one; vectors' sums stay, and no product is computed twice."""
     run(compiling(**{**MODELS[model], "layers": 1}))
-    functions = made[-1].functions
+    functions = traced_blocks[-1].functions
     parts = functions.apart
     inputs, late, whole = (
         sum(node.target in PRODUCTS for node in f.graph.graph.nodes)
@@ -140,9 +140,9 @@ def test_products_of_weight_gradients_are_apart(model, weights, made):
     assert not [i for i in parts.late if i < functions.count]
 
 
-def test_a_block_of_frozen_weights_leaves_nothing_for_later(made):
+def test_a_block_of_frozen_weights_leaves_nothing_for_later(traced_blocks):
     run(compiling(**{**MODELS["llama"], "layers": 2}, freeze=["embedding", "layers.1.*"]))
-    assert [block.functions.apart is None for block in made] == [False, True]
+    assert [block.functions.apart is None for block in traced_blocks] == [False, True]
 
 
 def trainer(**how):
@@ -207,23 +207,23 @@ def calls_of(step, every: bool) -> int:
 
 def of_a_layer(model: str, every: bool, **more: Any) -> float:
     """Calls of a layer and microbatch more."""
-    found = {}
+    counts = {}
     for layers, microbatches in product((2, 4), (2, 4)):
         t = trainer(layers=layers, global_batch=microbatches, microbatch=1, **MODELS[model], **more)
         for step in range(1, 4):
             t.step(step)
-        found[layers, microbatches] = calls_of(lambda t=t: t.step(4), every)
-    return (found[4, 4] - found[4, 2] - found[2, 4] + found[2, 2]) / 4
+        counts[layers, microbatches] = calls_of(lambda t=t: t.step(4), every)
+    return (counts[4, 4] - counts[4, 2] - counts[2, 4] + counts[2, 2]) / 4
 
 
 def of_a_plain_layer(model: str) -> float:
     """Calls of a layer and microbatch more of plain PyTorch."""
-    found = []
+    counts = []
     for layers in (2, 4):
         c = configure(layers=layers, **MODELS[model])
         m, tokens = ReferenceModel(c.model), torch.zeros(1, c.model.length, dtype=torch.long)
-        found.append(calls_of(lambda m=m, x=tokens: m(x, x).backward(), True))
-    return (found[1] - found[0]) / 2
+        counts.append(calls_of(lambda m=m, x=tokens: m(x, x).backward(), True))
+    return (counts[1] - counts[0]) / 2
 
 
 def test_python_calls_of_a_layer():

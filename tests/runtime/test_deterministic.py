@@ -69,9 +69,9 @@ def late(config: Config, plan: Plan, communicator: Communicator) -> Result:
 def as_they_come(config: Config, plan: Plan, communicator: Communicator) -> Result:
     """Three steps of a rank that adds up the parts of a reduce-scatter in whatever order they come."""
 
-    def reduce_scatter(self: GlooMessages, given: Tensor, out: Tensor) -> Callable[[], None]:
-        parts = [given[i] if i == self._me else torch.empty_like(out) for i in range(self._size)]
-        works = self._exchange_tensors(lambda peer: given[peer], lambda peer: parts[peer])
+    def reduce_scatter(self: GlooMessages, input_buffer: Tensor, out: Tensor) -> Callable[[], None]:
+        parts = [input_buffer[i] if i == self._me else torch.empty_like(out) for i in range(self._size)]
+        works = self._exchange_tensors(lambda peer: input_buffer[peer], lambda peer: parts[peer])
 
         def wait() -> None:
             self._wait_for_works(works)

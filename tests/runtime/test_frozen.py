@@ -52,9 +52,9 @@ def test_inputs_of_frozen_products_are_not_kept(scheme, model):
     for patterns in (["embedding"], FROZEN, ["*.up", "*.down", "*.gate"]):
         c = freeze(configure(*scheme, **{**MODELS[model], "tied": False}), patterns)
         c.train.freeze = [p for p in c.train.freeze if model == "llama" or p != "*.gate"]
-        plan, found = measured(c)
-        assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
-        sizes.append(found[0])
+        plan, saved = measured(c)
+        assert set(saved) == {count_saved_elements(plan, build_model(c.model)).total_elements}
+        sizes.append(saved[0])
     assert sizes[1] < sizes[2] < sizes[0]
 
 
@@ -66,11 +66,11 @@ def test_there_is_one_copy_in_the_compute_type(zero):
     frozen = sum(b.elements for b in plan.buckets if b.frozen)
     trained = [b for b in plan.buckets if not b.frozen]
     assert frozen > 10 * sum(b.elements for b in trained) / 2
-    found = weight_bytes(plan, 2)
+    planned = weight_bytes(plan, 2)
     masters = sum(b.shard_elements for b in trained)
-    assert found["optimizer"] == 8 * masters and found["gradients"] <= 4 * sum(b.elements for b in trained)
+    assert planned["optimizer"] == 8 * masters and planned["gradients"] <= 4 * sum(b.elements for b in trained)
     apart = sum(b.shard_elements if zero == 3 else b.elements for b in trained)
-    assert found["parameters"] == 4 * masters + 2 * apart + 2 * frozen // (2 if zero == 3 else 1)
+    assert planned["parameters"] == 4 * masters + 2 * apart + 2 * frozen // (2 if zero == 3 else 1)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -11,9 +11,9 @@ from platform.predict.make_plan import make_plan
 from platform.runtime import chunked_loss, einsum
 from platform.runtime.communicator import ArrivedCollective, CollectiveHandle
 from tests.harness.oracle import MODELS, trainer_of
-from tests.runtime.test_whole_tensor_blocks import Alone, compiling, fast, made
+from tests.runtime.test_whole_tensor_blocks import Alone, compiling, fast, traced_blocks
 
-__all__ = ["fast", "made"]
+__all__ = ["fast", "traced_blocks"]
 
 LLAMA = {"tensor": "1d_sp", "axes": {"t": 2}, "layers": 1, "gathered": "again", **MODELS["llama"]}
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
@@ -69,15 +69,17 @@ def test_a_gather_of_weight_gradients_is_hidden_by_the_input_gradient(monkeypatc
 def test_negative_control_a_gather_that_is_waited_for_at_once(module, hidden, monkeypatch):
     """Of the layer, or of the head."""
     convert = module.convert
-    monkeypatch.setattr(module, "convert", lambda *given, **how: ArrivedCollective(convert(*given, **how).wait()))
+    monkeypatch.setattr(
+        module, "convert", lambda *arguments, **how: ArrivedCollective(convert(*arguments, **how).wait())
+    )
     assert of_function_by_function(monkeypatch) == hidden
 
 
-def test_in_a_block_that_is_compiled_whole(made):
+def test_in_a_block_that_is_compiled_whole(traced_blocks):
     c = compiling(**LLAMA, microbatch=4, global_batch=4)
     trainer_of(c, plan := make_plan(c), Alone(plan.mesh, 0)).step(1)
     hidden, begun, products = [], {}, 0
-    for node in made[-1].functions.backward.graph.graph.nodes:
+    for node in traced_blocks[-1].functions.backward.graph.graph.nodes:
         products += node.target in PRODUCTS
         if node.target is torch.ops.platform.launch.default and "all_gather" in node.args[3]:
             begun[node.args[2]] = products

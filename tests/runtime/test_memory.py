@@ -38,18 +38,18 @@ def measure(trainer: Trainer, seed: int, *, in_bytes: bool = False) -> int:
     """Floating-point elements, or their bytes, of the distinct storages that one forward pass saves, without the
     parameters' own."""
     own = {w.untyped_storage()._cdata for w in trainer.weights.compute.values()}
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if x.is_floating_point():
-            found[x.untyped_storage()._cdata] = x  # keeps it alive: no other storage gets its address
+            tensors[x.untyped_storage()._cdata] = x  # keeps it alive: no other storage gets its address
         return x
 
     trainer.ops.position = PassPosition(seed, 1, 0)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         (chunk,) = trainer.stage.chunks
         trainer.passes.run_chunk(chunk, {}, "train", 0, trainer.config.train.global_batch)
-    sizes = ((x.untyped_storage().nbytes(), x.itemsize) for p, x in found.items() if p not in own)
+    sizes = ((x.untyped_storage().nbytes(), x.itemsize) for p, x in tensors.items() if p not in own)
     return sum(n if in_bytes else n // itemsize for n, itemsize in sizes)
 
 
@@ -75,16 +75,16 @@ def test_bytes_in_16_bits(scheme, axes, model):
     """Norms keep their inputs in 16 bits, and numbers of rows in 32; gated functions keep their arguments alone."""
     more = {"capacity_factor": 4.0} if model == "gpt_oss" else {}
     c = configure(scheme, axes, precision="bf16", **{**MODELS[model], **more})
-    plan, found = measured(c, in_bytes=True)
-    assert set(found) == {metered_bytes(c, plan)}
+    plan, saved = measured(c, in_bytes=True)
+    assert set(saved) == {metered_bytes(c, plan)}
 
 
 @pytest.mark.parametrize("case", [(*scheme, model) for scheme in SCHEMES for model in MODELS], ids=str)
 def test_saved_for_backward(case):
     scheme, axes, model = case
     c = configure(scheme, axes, **MODELS[model])
-    plan, found = measured(c)
-    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
+    plan, saved = measured(c)
+    assert set(saved) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 @pytest.mark.parametrize(("scheme", "axes"), SCHEMES, ids=str)
@@ -92,16 +92,16 @@ def test_gathered_again(scheme, axes):
     """Nothing that was gathered for an einsum is kept: only vectors of norms may be."""
     c = configure(scheme, axes)
     c.tensor.gathered = "again"
-    plan, found = measured(c)
-    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
+    plan, saved = measured(c)
+    assert set(saved) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 @pytest.mark.parametrize("more", [{}, {"capacity_factor": 4.0, "shared_experts": 0}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize(("scheme", "axes"), [SCHEMES[i] for i in (0, 1, 3, 5)], ids=str)
 def test_experts_shared_by_replicas(scheme, axes, more):
     c = configure(scheme, axes, data=2, experts_of=2, **{**MODELS["experts"], **more})
-    plan, found = measured(c)
-    assert plan.mesh.axes["expert"] == 2 and set(found) == {
+    plan, saved = measured(c)
+    assert plan.mesh.axes["expert"] == 2 and set(saved) == {
         count_saved_elements(plan, build_model(c.model)).total_elements
     }
 
@@ -121,8 +121,8 @@ def test_rows_of_experts(scheme, axes, monkeypatch):
 @pytest.mark.parametrize("scheme", ["serial", "1d", "1d_sp"])
 def test_beside_branches_and_data_parallel(scheme, data):
     c = configure(scheme, {"t": 2} if scheme != "serial" else {}, branch="dsp", branch_axes={"g": 2}, data=data)
-    plan, found = measured(c)
-    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
+    plan, saved = measured(c)
+    assert set(saved) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
@@ -130,10 +130,10 @@ def test_beside_branches_and_data_parallel(scheme, data):
 def test_parameters_in_chunks(scheme, axes, model):
     """Nothing that was gathered is kept: it is gathered again, into the same memory."""
     c = configure(scheme, {a: n for a, n in axes.items() if a != "x"}, data=2, zero=3, layers=1, **MODELS[model])
-    plan, found = measured(c)
+    plan, elements = measured(c)
     saved = count_saved_elements(plan, build_model(c.model))
     assert (
-        set(found)
+        set(elements)
         == {saved.total_elements}
         == {count_saved_elements(replace(plan, zero=1), build_model(c.model)).total_elements}
     )
@@ -144,12 +144,12 @@ def test_parameters_in_chunks(scheme, axes, model):
 def test_common_layers_on_sub_grid_zero(scheme, axes, model):
     """Each rank saves what the plan says of it: the other sub-grids have no common activations."""
     c = configure(scheme, axes, branch="dsp_csub", branch_axes={"g": 2}, **MODELS[model])
-    plan, found = measured(c)
+    plan, saved = measured(c)
     where = [plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size)]
-    assert found == [count_saved_elements(plan, build_model(c.model), at=at).total_elements for at in where]
+    assert saved == [count_saved_elements(plan, build_model(c.model), at=at).total_elements for at in where]
     assert (
-        len(set(found)) == 2
-        and min(found)
+        len(set(saved)) == 2
+        and min(saved)
         == count_saved_elements(plan, build_model(c.model), at=plan.coordinates_off_sub_grid).total_elements
     )
 
@@ -159,9 +159,9 @@ def test_slices_by_all_gather():
     c = configure("1d_sp", {"t": 2}, branch="dsp_slice", branch_axes={"g": 2}, **MODELS["t5"])
     few = count_saved_elements(make_plan(c), build_model(c.model)).total_elements
     c.branch.slice_via = "all_gather"
-    plan, found = measured(c)
+    plan, saved = measured(c)
     more = count_saved_elements(plan, build_model(c.model)).total_elements
-    assert set(found) == {more} and more > few
+    assert set(saved) == {more} and more > few
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "t5"])
@@ -172,9 +172,9 @@ def test_recomputation(recompute, every, scheme, axes, model):
     1/t of it."""
     more = {"dropout": 0.1, "layers": 4, **MODELS[model]}
     c = configure(scheme, axes, recompute=recompute, every=every, **more)
-    plan, found = measured(c)
+    plan, saved = measured(c)
     kept = count_saved_elements(plan, build_model(c.model), c.model.dropout).total_elements
-    assert set(found) == {kept}
+    assert set(saved) == {kept}
     assert (
         kept
         < count_saved_elements(
@@ -195,14 +195,14 @@ def test_a_rank_reads_as_many_integers_as_the_plan_says(scheme, axes, model):
         inputs = trainer_of(c, plan, communicator).passes.load_input_blocks("train", 0)
         return {key: block.numel() for blocks in inputs.values() for key, block in blocks.items()}
 
-    found = [read(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, read)
-    assert found == [planned] * plan.mesh.world_size and planned
+    counts = [read(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, read)
+    assert counts == [planned] * plan.mesh.world_size and planned
 
 
 def test_two_layers():
     c = configure(kind="two_layer", length=1, io=8, hidden=24, vocab=100)
-    plan, found = measured(c)
-    assert found == [count_saved_elements(plan, build_model(c.model)).total_elements]
+    plan, saved = measured(c)
+    assert saved == [count_saved_elements(plan, build_model(c.model)).total_elements]
 
 
 def test_gathered_parameters_are_told_apart():

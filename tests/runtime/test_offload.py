@@ -39,8 +39,8 @@ def test_no_bit_changes(name):
     pairs = zip(*(run(offloading(on, **CASES[name]))[1] for on in (True, False)), strict=True)
     for one, other in pairs:
         assert (one.losses, one.grad_norm, one.moved) == (other.losses, other.grad_norm, other.moved)
-        for found, wanted in ((one.gradients, other.gradients), (one.final, other.final)):
-            assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in found)
+        for actual, wanted in ((one.gradients, other.gradients), (one.final, other.final)):
+            assert actual.keys() == wanted.keys() and all(torch.equal(actual[n], wanted[n]) for n in actual)
 
 
 @pytest.mark.parametrize("name", PROVED)
@@ -64,14 +64,14 @@ def test_the_memory_there_is_what_is_planned_and_is_used_again(name):
     plan = make_plan(c)
 
     def held(communicator) -> tuple[int, list[int]]:
-        trainer, found = trainer_of(c, plan, communicator), []
+        trainer, nbytes = trainer_of(c, plan, communicator), []
         for step in (1, 2):
             trainer.step(step)
-            found.append(sum(size * len(free) for size, free in trainer.ops.offload._free.items()))
-        return communicator.coordinates["stage"], found
+            nbytes.append(sum(size * len(free) for size, free in trainer.ops.offload._free.items()))
+        return communicator.coordinates["stage"], nbytes
 
     planned = [f.host for f in predict_footprints(c, plan)]
-    assert all(found == [planned[stage]] * 2 for stage, found in run_threads(plan.mesh, held)) and min(planned) > 0
+    assert all(nbytes == [planned[stage]] * 2 for stage, nbytes in run_threads(plan.mesh, held)) and min(planned) > 0
 
 
 def test_what_is_needed_next_is_under_way():

@@ -53,27 +53,27 @@ class Handed(TorchDispatchMode):
         if function.namespace == "c10d" and name != "recv_":
             op = OPS[name]
             # a gather's input is its second argument, as is that of a reduce-scatter and of an all-to-all
-            given = args[0][0] if isinstance(args[0], list) else args[1]
+            source = args[0][0] if isinstance(args[0], list) else args[1]
             group = next(dist.ProcessGroup.unbox(x) for x in args[1:] if type(x).__name__ == "ScriptObject")
             n = 1 if op == "send" else group.size()
-            self.nbytes[op] += Fraction(TRAFFIC[op](n, given.numel()) * given.element_size(), n)
+            self.nbytes[op] += Fraction(TRAFFIC[op](n, source.numel()) * source.element_size(), n)
         return function(*args, **(kwargs or {}))
 
 
 def planned(plan: Plan, stage: int) -> Counter[str]:
     """Return the bytes that a rank of a stage moves in a step, by operation."""
-    found: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     for _, c, launches, stages in collectives_by_stage(plan):
         if stage == stages[0] or c.op != "send" and stage in stages:
             ranks = plan.mesh.world_size // (1 if "stage" in c.axes and c.op != "send" else plan.num_stages)
-            found[c.op] += Fraction(launches * plan.traffic_bytes(c), ranks)
-    return found
+            nbytes[c.op] += Fraction(launches * plan.traffic_bytes(c), ranks)
+    return nbytes
 
 
 def handed(c: Config, rank: int) -> Counter[str]:
-    with alone(c, rank, []) as trainer, Handed() as found, OneAttention():
+    with alone(c, rank, []) as trainer, Handed() as counter, OneAttention():
         trainer.step(1)
-    return found.nbytes
+    return counter.nbytes
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,8 @@ def test_negative_control_a_collective_more(monkeypatch):
     right = planned(plan, 0)
     launched = dist.all_reduce
     monkeypatch.setattr(
-        dist, "all_reduce", lambda *given, **named: (launched(*given, **named), launched(*given, **named))[1]
+        dist,
+        "all_reduce",
+        lambda *arguments, **named: (launched(*arguments, **named), launched(*arguments, **named))[1],
     )
     assert handed(c, 0) != right

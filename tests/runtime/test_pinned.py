@@ -16,17 +16,17 @@ from platform.runtime.pinned_memory import allocate_pinned_bytes
 @pytest.fixture
 def locked(monkeypatch):
     """Address -> bytes locked there now; an error for whoever has the same page already."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def register(address: int, count: int, flags: int) -> int:
         pages = range(address >> 12, (address + count - 1 >> 12) + 1)
-        taken = any(a >> 12 in pages or (a + n - 1) >> 12 in pages for a, n in found.items())
-        found[address] = count
+        taken = any(a >> 12 in pages or (a + n - 1) >> 12 in pages for a, n in sizes.items())
+        sizes[address] = count
         return 712 if taken else 0  # cudaErrorHostMemoryAlreadyRegistered
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=found.pop)
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=sizes.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    return found
+    return sizes
 
 
 def test_to_the_byte_and_released_with_the_last_view(locked):

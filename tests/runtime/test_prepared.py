@@ -60,11 +60,11 @@ def _doubled(x):
 
 def test_all_snapshots_are_copied_in_one_stream(monkeypatch):
     """torch hands out 32 streams in turn: of a hundred, some would be those in which collectives run."""
-    made = []
+    streams = []
 
     class Stream:
         def __init__(self):
-            made.append(self)
+            streams.append(self)
 
         def wait_stream(self, other):
             pass
@@ -87,5 +87,5 @@ def test_all_snapshots_are_copied_in_one_stream(monkeypatch):
     pinned._pinned = True
     for _ in range(100):
         pinned.fill_parts([])
-    assert len(made) == 1
+    assert len(streams) == 1
     buffer._stream_of_copies.cache_clear()

@@ -110,15 +110,15 @@ def test_it_leaves_every_bit_as_it_is():
     c = configured(**MODELS["llama"], dropout=0.1)
     plan = make_plan(c)
     with compiling():
-        found = []
+        outcomes = []
         for rehearses in (False, True):
             trainer = trainer_of(c, plan, SingleRank(plan.mesh))
             torch.manual_seed(0)
             if rehearses:
                 rehearse_steps(trainer, 3)
             report = trainer.step(1)
-            found.append((trainer.weights.own_masters, torch.rand(1), report.loss, report.comm_bytes))
-    (weights, *others), (weights2, *others2) = found
+            outcomes.append((trainer.weights.own_masters, torch.rand(1), report.loss, report.comm_bytes))
+    (weights, *others), (weights2, *others2) = outcomes
     assert others == others2 and all(torch.equal(weights[n], weights2[n]) for n in weights)
 
 
@@ -148,9 +148,9 @@ def test_where_one_rank_cannot_compile_none_does(function, pool):
     eager, plan = on_two("0:")
     eager.train.compile = "off"
     expected = [losses for *_, losses in pool.run(trained, eager, plan)]
-    found = pool.run(trained, *on_two(f"1:{function}"))
+    actual = pool.run(trained, *on_two(f"1:{function}"))
     why = f"{function}: ValueError: the compiler is broken"
-    assert found == [("", False, expected[0]), (why, False, expected[1])]
+    assert actual == [("", False, expected[0]), (why, False, expected[1])]
 
 
 def test_negative_control_where_all_can_they_do(pool):

@@ -49,15 +49,15 @@ def of_types(trainer: Trainer) -> dict[str, tuple[int, int]]:
     """Kernels and bytes of the norm, of the launches of an update that are alike for all optimizers, and of compute
     weights, by the numbers of a rank's buckets and of what these have."""
     weights, buckets = trainer.weights, trainer.weights.buckets
-    stretches = [s for found in trainer._counted.values() for s in found]
+    stretches = [s for ranges in trainer._counted.values() for s in ranges]
     counted = sum(s.stop - s.start for s in stretches)
-    made = [flat for flat in buckets if flat.part is not flat.masters]
+    refreshed = [flat for flat in buckets if flat.part is not flat.masters]
     each = NARROW[trainer.plan.precision]
     together = trainer.plan.mesh.world_size > 1  # the sum over the world is taken of a copy
     return {
         # a norm for each stretch; then 8 bytes each are stacked, squared, added to what a fault adds, and to the loss
         "norm": (5 + together, 4 * counted + 40 * len(stretches) + 56 + 32 * together),
-        "refresh": (len(made), each * sum(flat.masters.numel() for flat in made)),
+        "refresh": (len(refreshed), each * sum(flat.masters.numel() for flat in refreshed)),
         "elements": (len(trainer.optimizer.state), sum(w.numel() for w in weights.trainable_masters.values())),
     }
 
@@ -123,15 +123,15 @@ def test_compute_weights_in_fp32_are_their_masters_or_shards_of_the_gathered_buf
 
 def test_a_deeper_model_launches_no_more_but_for_its_buckets():
     """10 layers more."""
-    found = {}
+    counts = {}
     for layers in (2, 12):
         c = composed("optimizer.early=off", "optimizer.clip=0")
         c.model.layers = layers
         trainer, sections = of_an_update(c)
         copies, _ = of_types(trainer)["refresh"]
-        found[layers] = len(trainer.weights.trainable_masters), found_in(sections)["optimizer"][0] - copies
+        counts[layers] = len(trainer.weights.trainable_masters), found_in(sections)["optimizer"][0] - copies
         assert copies <= layers + 3
-    (few, kernels), (many, same) = found.values()
+    (few, kernels), (many, same) = counts.values()
     assert many - few == 10 * 16 and kernels == same == 4
 
 
@@ -158,8 +158,8 @@ CONTROLS: Controls = {
         "optimizer", lambda patch: patch.setattr(FlatBucket, "refresh_compute_copies", one_by_one)
     ),
     "gradients that are widened before they are squared": (
-        "reduce", lambda patch: patch.setattr(flat_buffers, "_sum_squares_at_once", lambda found: torch.stack(
-            [x.double().square().sum() for x in found]
+        "reduce", lambda patch: patch.setattr(flat_buffers, "_sum_squares_at_once", lambda gradients: torch.stack(
+            [x.double().square().sum() for x in gradients]
         ).sum())
     ),
 }  # fmt: skip

@@ -9,9 +9,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from platform.runtime import compiled_blocks, eight_bits
 from tests.harness.oracle import compare, count_flips, run
 from tests.runtime.oracle.test_eight_bits import CASES, PLANS, SPECIAL, configured, one_process, small_mx
-from tests.runtime.test_whole_tensor_blocks import fast, made
+from tests.runtime.test_whole_tensor_blocks import fast, traced_blocks
 
-__all__ = ["fast", "made", "small_mx"]
+__all__ = ["fast", "traced_blocks", "small_mx"]
 
 FEW = [("zero 3", "block"), ("1d", "tensor")]
 NEVER_WHOLE = "sub-grids", "ring"  # which `reasons_against_whole_blocks` has, as rows that each pass counts
@@ -28,11 +28,11 @@ def compiling(name: str, scale: str):
 @pytest.mark.parametrize(
     "name, scale", [*FEW, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)], ids=str
 )
-def test_they_compute_the_same(name, scale, made):
+def test_they_compute_the_same(name, scale, traced_blocks):
     """Loss, gradients, two updates; no number of 8 bits is another one."""
     c = compiling(name, scale)
     plan, ranks = run(c)
-    assert made and all(made)
+    assert traced_blocks and all(traced_blocks)
     compare(c, plan, ranks, expected := one_process(c))
     assert count_flips(c, plan, ranks, expected) == 0
 

@@ -22,11 +22,11 @@ from tests.runtime.test_whole_tensor_blocks import (
     compiling,
     examine_and_compare_logs,
     fast,
-    made,
+    traced_blocks,
     without_waits,
 )
 
-__all__ = ["fast", "made"]
+__all__ = ["fast", "traced_blocks"]
 
 SHARED, LLAMA = MODELS["experts"], MODELS["llama"]
 REPLICAS = {"data": 2, "microbatch": 2}
@@ -77,16 +77,16 @@ def alone(name: str):
 
 
 @pytest.mark.parametrize("name", [*ALONE, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
-def test_blocks_of_one_rank_compute_the_same(name, made):
+def test_blocks_of_one_rank_compute_the_same(name, traced_blocks):
     c = alone(name)
     plan, results = run(c)
-    assert all(made) and any(block.communicator is None for block in made)
+    assert all(traced_blocks) and any(block.communicator is None for block in traced_blocks)
     examine(c, plan, results)
 
 
 @pytest.mark.parametrize("name", [*TOGETHER, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_TOGETHER)])
-def test_ranks_exchange_the_same(name, made):
-    examine_and_compare_logs(compiling(**(TOGETHER | MORE_TOGETHER)[name]), made)
+def test_ranks_exchange_the_same(name, traced_blocks):
+    examine_and_compare_logs(compiling(**(TOGETHER | MORE_TOGETHER)[name]), traced_blocks)
 
 
 @pytest.mark.full
@@ -119,7 +119,7 @@ def test_negative_control_a_wait_that_is_taken_away(monkeypatch):
 
 
 @pytest.mark.full
-def test_negative_control_routers_that_count_twice(made, monkeypatch):
+def test_negative_control_routers_that_count_twice(traced_blocks, monkeypatch):
     """What they count is a result of the block, and not of its trace."""
     forward = compiled_blocks.CompiledBlock.__call__
 
@@ -152,10 +152,10 @@ def test_python_calls_of_a_layer_whose_experts_ranks_share():
     assert calls_of_a_layer({**SHARED, "data": 2, "experts_of": 2}) <= 130
 
 
-def test_chunks_of_hidden_rows_are_computed_again(made):
+def test_chunks_of_hidden_rows_are_computed_again(traced_blocks):
     """The compiled forward pass hands none over, and the backward pass has a product more for each chunk."""
     run(compiling(mlp_chunks=4, d_ff=72, **ONE))
-    functions = made[-1].functions
+    functions = traced_blocks[-1].functions
     hidden = [tuple(y.meta["val"].shape) for y in functions.forward.graph.graph.output_node().args[0]]
     products = functions.backward.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
     assert not [shape for shape in hidden if 72 in shape]

@@ -32,7 +32,7 @@ def fast(monkeypatch):
 
 
 @pytest.fixture
-def made(monkeypatch):
+def traced_blocks(monkeypatch):
     """What became of every block that was traced."""
     traced, trace = [], parallel_ops.compile_block_with_own_backward
 
@@ -104,10 +104,10 @@ LATER = {
 }
 
 
-def examine_and_compare_logs(c, made) -> None:
+def examine_and_compare_logs(c, traced_blocks) -> None:
     """Gradients are those of one process; collectives, in their order, those of blocks that are not compiled."""
     plan, results = run(c)
-    assert made and all(made)
+    assert traced_blocks and all(traced_blocks)
     examine(c, plan, results)
     c.train.compile = "off"
     for whole, by_function in zip(results, run(c)[1], strict=True):
@@ -115,17 +115,17 @@ def examine_and_compare_logs(c, made) -> None:
 
 
 @pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
-def test_they_compute_the_same(name, made):
-    examine_and_compare_logs(compiling(**(PLANS | MORE)[name]), made)
+def test_they_compute_the_same(name, traced_blocks):
+    examine_and_compare_logs(compiling(**(PLANS | MORE)[name]), traced_blocks)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", LATER)
-def test_buckets_are_reduced_behind_the_block(name, made):
+def test_buckets_are_reduced_behind_the_block(name, traced_blocks):
     """All other collectives are in the same order as in blocks that are not compiled."""
     c = compiling(**LATER[name])
     plan, results = run(c)
-    assert made and all(made)
+    assert traced_blocks and all(traced_blocks)
     examine(c, plan, results)
     c.train.compile = "off"
     of_buckets = set(plan.reductions.values())
@@ -148,9 +148,9 @@ def test_kernels_of_the_compiler_compute_the_same(name, monkeypatch):
         assert whole.log == by_function.log
 
 
-def test_a_graph_names_no_communicator(made):
+def test_a_graph_names_no_communicator(traced_blocks):
     run(compiling(**MEGATRON))
-    functions = made[-1].functions
+    functions = traced_blocks[-1].functions
     for function in (functions.forward, functions.backward):
         launches = function.graph.graph.find_nodes(op="call_function", target=torch.ops.platform.launch.default)
         waits = function.graph.graph.find_nodes(op="call_function", target=torch.ops.platform.wait.default)
@@ -264,12 +264,12 @@ SHIPPED = sorted({path.stem for path in (CONF / "tensor").glob("*.yaml")} - LEFT
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(s, marks=() if s == "2d" else pytest.mark.full) for s in SHIPPED])
-def test_python_calls_of_a_layer(scheme, made):
+def test_python_calls_of_a_layer(scheme, traced_blocks):
     """Those of a block, and of what launches and waits for its collectives: of SUMMA's 64, too."""
     axes = dict.fromkeys(read("tensor", scheme).get("order", ()), 2)
     calls, collectives = calls_of_a_layer({"tensor": scheme, "axes": axes, **PLANNED.get(scheme, {})})
     print(f"{scheme}: {calls} calls, {collectives} collectives")
-    assert made and all(made), "no block is whole"
+    assert traced_blocks and all(traced_blocks), "no block is whole"
     assert calls <= 150
 
 
@@ -288,12 +288,12 @@ def calls_of_async_products(scheme, rank, monkeypatch) -> tuple[int, int]:
     ("scheme", "rank"),
     [pytest.param(*case, marks=() if case == ("1d_sp", Sharing) else pytest.mark.full) for case in CASES],
 )
-def test_python_calls_of_a_layer_with_async_products(scheme, rank, made, monkeypatch):
+def test_python_calls_of_a_layer_with_async_products(scheme, rank, traced_blocks, monkeypatch):
     """Those of products that wait for their collectives, and those of products that are one with them."""
     calls, collectives = calls_of_async_products(scheme, rank, monkeypatch)
     print(f"{scheme}: {calls} calls, {collectives} collectives that are launched by themselves")
-    assert made and all(made)
-    code = made[-1].functions.forward.graph.code
+    assert traced_blocks and all(traced_blocks)
+    code = traced_blocks[-1].functions.forward.graph.code
     assert "gather_and_multiply" in code or "multiply_and_scatter" in code
     assert calls <= 150
 

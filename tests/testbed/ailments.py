@@ -145,35 +145,35 @@ class Sick:
                 assert time.monotonic() < deadline, self.log.read_text()
                 time.sleep(0.2)
             strike(self.process)
-        found: dict[str, Any] = {"verdict": None}
-        while time.monotonic() < deadline + NAMED and not self.named(found):
+        status: dict[str, Any] = {"verdict": None}
+        while time.monotonic() < deadline + NAMED and not self.named(status):
             time.sleep(0.5)
             if (self.run_dir / "journal.jsonl").exists():
-                found = self.look()
-        return found
+                status = self.look()
+        return status
 
     def look(self) -> dict[str, Any]:
         """Return how the run is, as data, and note whom it accuses wrongly."""
-        found = status_data(read_run_contents(self.run_dir))
-        said, rank = found["verdict"] or {}, self.ailment.rank
+        status = status_data(read_run_contents(self.run_dir))
+        said, rank = status["verdict"] or {}, self.ailment.rank
         if (rank is not None and said.get("rank") not in (None, rank)) or said.get("why") == "link":
             self.wrong.append(said["line"])
-        return found
+        return status
 
     def others_named(self) -> list[str]:
         """Look on at an ailment that lasts, until the driver acts, and return the lines of what else is said of it."""
-        found: list[str] = []
+        others: list[str] = []
         for _ in range(STEADY if self.ailment.lasts else 0):
             time.sleep(0.5)
             seen = self.look()
             if self.acted():
                 break
-            found += [] if self.named(seen) else [str(seen["verdict"] and seen["verdict"]["line"])]
-        return found
+            others += [] if self.named(seen) else [str(seen["verdict"] and seen["verdict"]["line"])]
+        return others
 
-    def named(self, found: dict[str, Any]) -> bool:
+    def named(self, status: dict[str, Any]) -> bool:
         """Return True if the verdict is the one on this ailment."""
-        said, wanted = found["verdict"] or found.get("last_failure"), self.ailment
+        said, wanted = status["verdict"] or status.get("last_failure"), self.ailment
         return (
             bool(said) and (said["why"], said.get("rank")) == (wanted.why, wanted.rank) and wanted.words in said["line"]
         )

@@ -44,10 +44,10 @@ class Carried(NamedTuple):
 
 def bits_per_second(rate: str) -> float:
     """Return the rate that a text such as "100mbit" names. Raises ValueError for any other text."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate)
+    if not match or not float(match[1]):
         raise ValueError(f"rate={rate!r}: must be a number above 0 with kbit, mbit or gbit, such as 100mbit")
-    return float(found[1]) * BITS[found[2]]
+    return float(match[1]) * BITS[match[2]]
 
 
 @cache
@@ -155,9 +155,9 @@ class Links:
 
     def carried_by_rack(self, rack: int) -> Carried:
         """Return what the uplink of a rack has carried: from the rack to others, and from others to it."""
-        found = _carried(subprocess.run(self._hub_command("ip -stats -json link"), capture_output=True, text=True,
-                                        check=True).stdout)[f"up{rack}"]  # fmt: skip
-        return Carried(found.sent, found.received)
+        carried = _carried(subprocess.run(self._hub_command("ip -stats -json link"), capture_output=True, text=True,
+                                          check=True).stdout)[f"up{rack}"]  # fmt: skip
+        return Carried(carried.sent, carried.received)
 
     def start(self, node: int, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
         """Start a command on a node, as `subprocess.Popen(command, **how)` does. Whatever it starts, in whichever
@@ -266,9 +266,9 @@ def _wait_for(holders: Sequence[subprocess.Popen[bytes]]) -> None:
             raise subprocess.CalledProcessError(holder.wait(), "unshare", stderr=holder.stderr.read().decode())
 
 
-def _carried(found: str) -> dict[str, Carried]:
+def _carried(printed: str) -> dict[str, Carried]:
     """Read the counters of `ip -stats -json link`, by interface."""
     return {
         link["ifname"]: Carried(link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"])
-        for link in json.loads(found)
+        for link in json.loads(printed)
     }

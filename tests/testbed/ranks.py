@@ -95,7 +95,7 @@ def measure_steps(
         c.monitor.timeline = True
         plan = make_plan(c, stage_of=build_schedule(c, c.parallel.data).placement)
         step[name] = trainer_of(c, plan, communicator(name, plan, rank)).step
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    measurements: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
     for k in range(1, warmup + rounds + 1):
         for name in variants if k % 2 else reversed(variants):
             last = k * (1 + before)
@@ -110,8 +110,8 @@ def measure_steps(
             if k > warmup:
                 carried = Wire(*(b - a for a, b in zip(at, after, strict=True)))
                 seen = {"seconds": seconds, "cpu": cpu, "loss": report.loss, "collectives": report.timeline.collectives}
-                found[name].append({**seen, **carried._asdict()})
-    return found
+                measurements[name].append({**seen, **carried._asdict()})
+    return measurements
 
 
 def communicator(name: str, plan: Plan, rank: int) -> Communicator:

@@ -59,8 +59,8 @@ class RayNodes:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of every process on the nodes."""
-        there = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "GLOO_", "NCCL_", "XDG_"))}
-        return there | QUICK | {
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "GLOO_", "NCCL_", "XDG_"))}
+        return inherited | QUICK | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self._token,
             "RAY_ADDRESS": f"{self.links.address(0)}:{PORT}",
@@ -188,13 +188,13 @@ class Launched:
         """Wait for something of this run to be true, and return it. Raises AssertionError with the end of what the run
         has said if it ends before, or is not in time."""
         deadline = time.monotonic() + patience
-        while not (found := what()):
+        while not (reached := what()):
             ended = self.process.poll()
-            if found := what():
+            if reached := what():
                 break
             assert ended is None and time.monotonic() < deadline, f"status {ended}\n{self.log.read_text()[-4000:]}"
             time.sleep(0.1)
-        return found
+        return reached
 
     def ended(self, patience: float = PATIENCE) -> int:
         """Wait for the end of the run, and return its status."""

@@ -13,8 +13,8 @@ CHEAP = ("deadlock in a backward pass", "sleeps, alone")  # in `make test`
 )
 def test_the_culprit_is_named(name, tmp_path):
     with Sick(tmp_path, AILMENTS[name]) as sick:
-        found = sick.verdict()
-        assert sick.named(found), f"{found['verdict']}\n{sick.log.read_text()[-3000:]}"
+        status = sick.verdict()
+        assert sick.named(status), f"{status['verdict']}\n{sick.log.read_text()[-3000:]}"
         assert not (AILMENTS[name].lasts and sick.acted())
         assert not sick.others_named() and not sick.wrong, sick.wrong
         again, seconds = by_command(sick.run_dir)

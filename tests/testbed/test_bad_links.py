@@ -56,11 +56,11 @@ class Spread:
 
     def verdict(self, words: str) -> dict[str, Any]:
         """Wait until the run's verdict has these words, and return how the run is."""
-        deadline, found = time.monotonic() + 2 * NAMED, {}
-        while time.monotonic() < deadline and words not in ((found.get("verdict") or {}).get("line", "")):
+        deadline, status = time.monotonic() + 2 * NAMED, {}
+        while time.monotonic() < deadline and words not in ((status.get("verdict") or {}).get("line", "")):
             time.sleep(0.5)
-            found = status_data(read_run_contents(self.run_dir))
-        return found
+            status = status_data(read_run_contents(self.run_dir))
+        return status
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_the_link_is_named(spread: Spread, how: str):
     strike, words = STRIKES[how]
     assert status_data(read_run_contents(spread.run_dir))["verdict"] is None
     strike(spread.links)
-    found = spread.verdict(words)
-    assert found["verdict"] and words in found["verdict"]["line"], f"{found}\n{spread.log.read_text()[-2000:]}"
+    status = spread.verdict(words)
+    assert status["verdict"] and words in status["verdict"]["line"], f"{status}\n{spread.log.read_text()[-2000:]}"
     again, seconds = by_command(spread.run_dir)
     print(f"{how}: {seconds:.2f} s: {again['verdict']['line']}")
     assert words in again["verdict"]["line"] and seconds < SECONDS

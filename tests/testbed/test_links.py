@@ -69,21 +69,21 @@ DAEMON = "1234567"  # seconds: the argument by which the process of another sess
 def measured(links: Links, sender: int, receiver: int) -> float:
     """Bits per second of some megabytes between two nodes."""
     address = links.address(receiver)
-    there = links.start(receiver, [sys.executable, "-S", "-c", RECEIVE, address], stdout=subprocess.PIPE, text=True)
-    assert there.stdout and there.stdout.readline() == "ready\n"
+    listener = links.start(receiver, [sys.executable, "-S", "-c", RECEIVE, address], stdout=subprocess.PIPE, text=True)
+    assert listener.stdout and listener.stdout.readline() == "ready\n"
     links.run(sender, [sys.executable, "-S", "-c", SEND, address, str(MEGABYTES << 20)], check=True)
-    return float(there.communicate()[0])
+    return float(listener.communicate()[0])
 
 
 def namespaces() -> set[str]:
     """The network namespaces that any process is in."""
-    found = set()
+    spaces = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+            spaces.add(os.readlink(f"/proc/{pid}/ns/net"))
         except OSError:  # gone meanwhile, or the kernel's own
             continue
-    return found
+    return spaces
 
 
 def gone(pid: int) -> bool:
@@ -112,18 +112,19 @@ def test_nodes_are_apart():
         assert [line.split("@")[0].split()[0] for line in seen.splitlines()] == ["lo", "link0"]
         assert links.address(1) in seen and links.address(0) not in seen
         assert "tbf" in links.run(1, ["tc", "qdisc", "show", "dev", "link0"], check=True).stdout
-        here = os.listdir("/sys/class/net")
-        assert "link0" not in here and "bridge0" not in here
+        interfaces = os.listdir("/sys/class/net")
+        assert "link0" not in interfaces and "bridge0" not in interfaces
 
 
 def test_nothing_is_left():
     with pytest.raises(RuntimeError), Links(nodes=2, rate="10mbit") as links:
         child = links.start(0, ["sleep", "infinity"])
-        made = {os.readlink(f"/proc/{holder.pid}/ns/net") for holder in (links._hub, *links._holders.values())}
-        assert len(made) == 3 and made < namespaces()
+        spaces = {os.readlink(f"/proc/{holder.pid}/ns/net") for holder in (links._hub, *links._holders.values())}
+        assert len(spaces) == 3 and spaces < namespaces()
         raise RuntimeError
     assert child.poll() is not None
-    until(lambda: not made & namespaces())  # processes that have ended are in theirs until the kernel has cleared them
+    # processes that have ended are in theirs until the kernel has cleared them
+    until(lambda: not spaces & namespaces())
 
 
 def until(what, seconds=20):
@@ -148,16 +149,16 @@ def test_nothing_is_left_by_sigkill():
 
 def daemons(first):
     """The pids of processes on the node whose namespaces `first` holds."""
-    there = os.readlink(f"/proc/{first}/ns/net")
-    found = []
+    namespace = os.readlink(f"/proc/{first}/ns/net")
+    pids = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")  # empty while it begins to run another command
-            if os.readlink(f"/proc/{pid}/ns/net") == there and words[:2] == ["sleep", DAEMON]:
-                found.append(int(pid))
+            if os.readlink(f"/proc/{pid}/ns/net") == namespace and words[:2] == ["sleep", DAEMON]:
+                pids.append(int(pid))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def connects(links, node, other):
@@ -175,11 +176,11 @@ def test_a_node_is_lost_and_starts_anew():
         alone.wait()
         until(lambda: daemons(links._holders[1].pid))  # which is one once it runs its command
         [daemon] = daemons(links._holders[1].pid)
-        there = links.start(1, ["sleep", "infinity"])
+        process = links.start(1, ["sleep", "infinity"])
         assert connects(links, 0, 1)
         links.crash(1)
         until(lambda: gone(daemon))
-        assert there.poll() is not None
+        assert process.poll() is not None
         until(lambda: not connects(links, 0, 1))
         links.boot(1)
         until(lambda: connects(links, 0, 1) and connects(links, 1, 0))
@@ -193,16 +194,16 @@ def test_a_lost_node_closes_no_connection():
     """Unlike a process that is killed."""
     with Links(nodes=3, rate="1gbit") as links:
         for node, heard in ((1, "closed\n"), (2, "nothing\n")):
-            there = links.start(node, [sys.executable, "-S", "-c", CONNECT, links.address(0)])
-            here = links.start(
+            client = links.start(node, [sys.executable, "-S", "-c", CONNECT, links.address(0)])
+            server = links.start(
                 0, [sys.executable, "-S", "-c", LISTEN, links.address(0)], stdout=subprocess.PIPE, text=True
             )
-            assert here.stdout and here.stdout.readline() == "connected\n"
+            assert server.stdout and server.stdout.readline() == "connected\n"
             if heard == "closed\n":
-                links.signal(there, signal.SIGKILL)
+                links.signal(client, signal.SIGKILL)
             else:
                 links.crash(node)
-            assert here.communicate()[0] == heard
+            assert server.communicate()[0] == heard
 
 
 def test_a_node_is_cut_off_and_joined_again():

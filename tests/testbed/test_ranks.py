@@ -40,12 +40,12 @@ def together(quick):
     variants = QUICK if quick else OTHERS
     with Links(nodes=2, rate=None) as links:
         ranks = on_nodes(links, NODES, "tests.testbed.ranks:measure_steps", variants, 1)
-    found = {}
+    measured = {}
     for name in variants:
         one, other = (ranks[i][name][0] for i in (0, 2))  # one of each node
         out = one["out"], other["out"]
-        found[name] = one["inside"] + other["inside"], sum(out), max(out), [rank[name][0]["loss"] for rank in ranks]
-    return found
+        measured[name] = one["inside"] + other["inside"], sum(out), max(out), [rank[name][0]["loss"] for rank in ranks]
+    return measured
 
 
 def fits(name, inside, out, busiest):

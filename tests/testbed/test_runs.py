@@ -183,5 +183,5 @@ def test_homes_are_apart_and_the_text_is_tokenised_once(nodes, start, tmp_path):
     assert len(caches[0]) == 1 and caches[1:] == [[]] * 3
     [shared] = (run.run_dir / "corpus").iterdir()
     assert shared.name == caches[0][0].name
-    here = ["data=text", f"data.path={text}", "data.validation=0", f"data.cache={tmp_path / 'cache'}"]
-    same_as_alone(rows, tmp_path, *here)
+    overrides = ["data=text", f"data.path={text}", "data.validation=0", f"data.cache={tmp_path / 'cache'}"]
+    same_as_alone(rows, tmp_path, *overrides)

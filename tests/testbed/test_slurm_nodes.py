@@ -152,11 +152,11 @@ def test_each_task_of_an_array_is_a_run_of_its_own(slurm):
 
     def told():
         """The lines of both tasks, one after the other: each is let go as soon as both of its nodes are there."""
-        found = [path.read_text().splitlines() for path in {*slurm.work.glob("started.*")} - before]
+        started = [path.read_text().splitlines() for path in {*slurm.work.glob("started.*")} - before]
         for path in {*slurm.work.glob("started.*")} - before:
             if len(path.read_text().splitlines()) == 2:
                 (slurm.work / path.name.replace("started", "finish")).touch()
-        return found if [len(lines) for lines in found] == [2, 2] else []
+        return started if [len(lines) for lines in started] == [2, 2] else []
 
     until(told, slurm.log)
     runs = [dict(word.split("=", 1) for word in line.split() if "=" in word) for two in told() for line in two]

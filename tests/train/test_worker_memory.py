@@ -174,7 +174,7 @@ def test_a_step_updates_nothing_before_the_transfer_is_over(worker):
     over, w = threading.Event(), worker()
     w = slow(w, lambda sent, received: over.wait(10))
     w.late, update, ended = True, w.trainer._update_weights, []
-    w.trainer._update_weights = lambda *given: ended.append(over.is_set()) or update(*given)
+    w.trainer._update_weights = lambda *arguments: ended.append(over.is_set()) or update(*arguments)
     w.step(1)
     threading.Timer(2 * SECONDS, over.set).start()
     assert w.step(2).held == 1 and ended == [False, True]  # the first step has nothing to wait for

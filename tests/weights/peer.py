@@ -201,10 +201,10 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def transformers() -> Any:
     """Import transformers; skip the test if it cannot be had."""
-    found = peer("transformers")
-    found.logging.set_verbosity_error()
-    found.logging.disable_progress_bar()
-    return found
+    library = peer("transformers")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
 
 
 class InDouble(TorchFunctionMode):
@@ -256,11 +256,11 @@ def build(name: str, double: bool = False, **more: Any) -> Any:
 
 def logits(model: Any, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """[batch, length, vocab] of data tensors [batch, length]."""
-    given = {"input_ids": data["tokens"].clamp(min=0)}
+    inputs = {"input_ids": data["tokens"].clamp(min=0)}
     if model.config.is_encoder_decoder:
         source = data["source"]
-        given = {"input_ids": source.clamp(min=0), "attention_mask": (source >= 0).long(),
-                 "decoder_input_ids": given["input_ids"]}  # fmt: skip
+        inputs = {"input_ids": source.clamp(min=0), "attention_mask": (source >= 0).long(),
+                 "decoder_input_ids": inputs["input_ids"]}  # fmt: skip
     elif model.config.model_type == "bert":
-        given |= {"attention_mask": (data["tokens"] >= 0).long(), "token_type_ids": data["segments"]}
-    return model(**given).logits
+        inputs |= {"attention_mask": (data["tokens"] >= 0).long(), "token_type_ids": data["segments"]}
+    return model(**inputs).logits

@@ -56,8 +56,8 @@ def test_the_base_is_read_and_the_adapters_begin(tmp_path, name, family):
         state.load_initial_weights()
         check_held(trainer)
         assert not {b.name.removeprefix("model.") for b in state.live_blocks()} & plan.frozen
-        found = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-        return Result(communicator.rank, 0.0, 0.0, {}, found, {}, [], None, [])
+        masters = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+        return Result(communicator.rank, 0.0, 0.0, {}, masters, {}, [], None, [])
 
     fresh = configure(**vars(c.model))
     fresh.tune = c.tune

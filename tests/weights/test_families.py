@@ -68,13 +68,13 @@ def data_of(c: Config) -> dict[str, torch.Tensor]:
 def our_logits(trainer: Any) -> torch.Tensor:
     """[batch, length, vocab] of the first global batch."""
     trainer.ops.position = PassPosition(training=False)
-    found = []
+    logits = []
     for first in range(0, trainer.config.train.global_batch, trainer.plan.sizes["batch"]):
         inputs = {n: v for n, v in trainer.passes.load_input_blocks("train", first).items() if n != "labels"}
         with torch.no_grad():
             out = trainer.passes.model.part(trainer.ops, inputs, {}, trainer.passes.model.units)
-        found.append(out["logits"].transpose(0, 1))  # whole, in one process
-    return torch.cat(found)
+        logits.append(out["logits"].transpose(0, 1))  # whole, in one process
+    return torch.cat(logits)
 
 
 # config.json as released, without what does not matter: Mixtral-8x7B-v0.1, Qwen3-30B-A3B, OLMoE-1B-7B-0924 and, without
@@ -260,9 +260,9 @@ def test_released_models_have_as_many_tensors_and_parameters(name):
     config, tensors, parameters = RELEASED[name]
     model, family = Model(**translate_config_json(config, ["lm_head.weight"])), families.FAMILIES[config["model_type"]]
     for fused in (False, True) if family.fused else (False,):
-        found = list_stored_tensors(model, family, fused)
-        assert sum(prod(t.shape) for t in found) == parameters
-        assert fused or len(found) == tensors
+        stored = list_stored_tensors(model, family, fused)
+        assert sum(prod(t.shape) for t in stored) == parameters
+        assert fused or len(stored) == tensors
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -323,8 +323,8 @@ def test_positions_beyond_the_original_length_are_those_of_transformers():
     theirs = of_llama(torch.zeros(1), torch.arange(50)[None])
     model = Model(**translate_config_json(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}))
     ours = rotary_angles(torch.arange(50), 4, 100.0, torch.float32, rotary_scaling(model), tokens=50)
-    for here, there in zip(ours, theirs, strict=True):
-        assert (here - there[0]).abs().max() < 1e-5
+    for angle, reference in zip(ours, theirs, strict=True):
+        assert (angle - reference[0]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("name", "fused"), FORMS)
@@ -341,15 +341,15 @@ def test_a_round_trip_is_equal_in_every_byte(tmp_path, name, fused):
             open_exportable(storage, directory, some, family, stacks_experts=fused),
             LocalStorage(tmp_path / f"ours{number}"),
         )
-        there, here = (
+        original, exported = (
             {f.name: f.read_bytes() for f in path.iterdir()} for path in (folder, tmp_path / f"ours{number}")
         )
-        there.pop("generation_config.json", None)
-        assert here.keys() == there.keys()
-        configs = [json.loads(files.pop("config.json")) for files in (here, there)]
+        original.pop("generation_config.json", None)
+        assert exported.keys() == original.keys()
+        configs = [json.loads(files.pop("config.json")) for files in (exported, original)]
         if not keeps:
             for config in configs:
                 for key in ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
                     config.pop(key, None)
         assert configs[0] == configs[1]
-        assert here == there
+        assert exported == original

@@ -34,12 +34,12 @@ EXPORTS = {
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     (folder / "d.txt").write_text("a text of some words, said again and again\n" * 500)
-    here = os.getcwd()
+    directory = os.getcwd()
     os.chdir(folder)
     try:
         assert launch(TINY) == 0
     finally:
-        os.chdir(here)
+        os.chdir(directory)
     return folder
 
 
@@ -114,11 +114,11 @@ def dies_at_any_change(place: Path, how: str, some: int | None) -> None:
     for number in sorted(moments):
         clear(target, before)
         died += killed(command, line, number)
-        found = seen(target)
-        if found != whole:
+        files = seen(target)
+        if files != whole:
             assert not is_saved_model(str(target)) or not target.exists()
-            if found != before:  # moved in part into a folder that was there: not sealed, and said
-                assert "config.json" not in found and found.items() <= whole.items()
+            if files != before:  # moved in part into a folder that was there: not sealed, and said
+                assert "config.json" not in files and files.items() <= whole.items()
                 assert command(line.split()) == 1
                 clear(target, before)
             assert command(line.split()) == 0

@@ -55,10 +55,10 @@ def test_what_is_exported_is_what_was_imported(tmp_path, name):
     from safetensors.torch import load_file
 
     _, tensors = published(tmp_path / "theirs", name)
-    found = open_importable(str(tmp_path / "theirs"), "source")
-    assert found.model.predict_ahead == 1
+    importable = open_importable(str(tmp_path / "theirs"), "source")
+    assert importable.model.predict_ahead == 1
     storage = LocalStorage(tmp_path / "ours")
-    directory = import_model(found, storage)
+    directory = import_model(importable, storage)
     manifest = catalogue.verify_checkpoint(storage, directory)
     exported = export_model(open_exportable(storage, directory, manifest), LocalStorage(tmp_path / "back"))
     back = load_file(tmp_path / "back" / exported[0])

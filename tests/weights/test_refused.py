@@ -228,10 +228,10 @@ def test_hostile_files(tmp_path, capsys, case):
 def test_a_file_that_ends_early_leaves_nothing(tmp_path, capsys, monkeypatch):
     """As one that is cut while it is read: the checkpoint that had begun is deleted."""
     folder = written(tmp_path / "hf", "llama")
-    found = open_importable(str(folder), "source")
+    importable = open_importable(str(folder), "source")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    monkeypatch.setattr("platform.weights.__main__.open_importable", lambda *_, **__: found)
+    monkeypatch.setattr("platform.weights.__main__.open_importable", lambda *_, **__: importable)
     assert main(["import", str(folder), str(tmp_path / "storage")]) == 1
     assert "is shorter than its header says" in capsys.readouterr().err
     assert not [*(tmp_path / "storage").glob("*")]

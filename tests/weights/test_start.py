@@ -51,18 +51,18 @@ EXPERTS = [{"plan": plan, "family": family, "source": source} for plan in OF_EXP
 def masters(c: Config, plan, communicator: Communicator) -> Result:
     trainer = trainer_of(c, plan, communicator, fresh=False)
     RankTrainingState(trainer).load_initial_weights()
-    found = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
-    return Result(communicator.rank, 0.0, 0.0, {}, found, {}, [], None, [])
+    weights = {n: w.detach().clone() for n, w in trainer.weights.master.items()}
+    return Result(communicator.rank, 0.0, 0.0, {}, weights, {}, [], None, [])
 
 
 @suite("starts from weights (threads)", CASES + EXPERTS, CASES[::5] + EXPERTS[::4])
 def test_every_plan_takes_the_same_weights(tmp_path, case):
     folder = written(tmp_path / "hf", case["family"], tensors_of(case["family"], fused=case["source"] == "stacks"))
-    found = open_importable(str(folder), "source")
-    directory = import_model(found, LocalStorage(tmp_path / "storage"))
+    importable = open_importable(str(folder), "source")
+    directory = import_model(importable, LocalStorage(tmp_path / "storage"))
     storage = LocalStorage(tmp_path / "storage")
     manifest = catalogue.verify_checkpoint(storage, directory)
-    c = configure(**(PLANS | OF_EXPERTS)[case["plan"]], **vars(found.model))
+    c = configure(**(PLANS | OF_EXPERTS)[case["plan"]], **vars(importable.model))
     c.train.init = str(tmp_path / "storage" if case["source"] == "checkpoint" else folder)
     plan = make_plan(c)
     results = run_threads(plan.mesh, lambda communicator: masters(c, plan, communicator))
@@ -196,8 +196,8 @@ def test_a_bias_that_chooses_experts_is_exported_as_it_is_kept():
     """Whatever the type of the weights: in 16 bits it would choose others."""
     model = Model(**LATENT, router="sigmoid", router_bias=True)
     tensors = {f"model.{name}": SimpleNamespace(dtype="float32") for name in list_parameters(model)}
-    found = Exportable(Any, "", SimpleNamespace(tensors=tensors), model, DEEPSEEK_V3, {}, "bfloat16")  # type: ignore[arg-type]
-    types = {stored.name: found.element_type(stored) for stored in found.tensors}
+    exportable = Exportable(Any, "", SimpleNamespace(tensors=tensors), model, DEEPSEEK_V3, {}, "bfloat16")  # type: ignore[arg-type]
+    types = {stored.name: exportable.element_type(stored) for stored in exportable.tensors}
     assert {n for n, kind in types.items() if kind == "float32"} == {"model.layers.1.mlp.gate.e_score_correction_bias"}
     assert set(types.values()) == {"float32", "bfloat16"}
 
@@ -217,8 +217,8 @@ def test_transformers_loads_what_was_trained(tmp_path):
     words = library.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert type(theirs).__name__ == "GPT2LMHeadModel" and theirs.config.eos_token_id == 0
     assert words.decode(words("quick fox")["input_ids"]) == "quick fox"
-    found = open_importable(str(tmp_path / "out"), "source")
-    c = configure(precision="fp32", **vars(found.model))
+    importable = open_importable(str(tmp_path / "out"), "source")
+    c = configure(precision="fp32", **vars(importable.model))
     c.train.init = str(tmp_path / "out")
     (ours,) = run_threads(make_plan(c).mesh, lambda communicator: masters(c, make_plan(c), communicator))
     assert torch.equal(ours.initial["embedding"][:300], theirs.get_input_embeddings().weight.detach())
@@ -232,11 +232,11 @@ GROWN = [{"plan": plan, "family": family, "source": source} for plan in PLANS fo
 def test_tables_grow_alike_under_every_plan(tmp_path, case):
     """Rows of new tokens are the mean of the others, whatever the plan; all other weights are those that were."""
     folder = written(tmp_path / "hf", case["family"])
-    found = open_importable(str(folder), "source")
+    importable = open_importable(str(folder), "source")
     storage = LocalStorage(tmp_path / "storage")
-    manifest = catalogue.verify_checkpoint(storage, directory := import_model(found, storage))
-    had = found.model.vocab
-    c = configure(**PLANS[case["plan"]], **vars(found.model) | {"vocab": had + 7})
+    manifest = catalogue.verify_checkpoint(storage, directory := import_model(importable, storage))
+    had = importable.model.vocab
+    c = configure(**PLANS[case["plan"]], **vars(importable.model) | {"vocab": had + 7})
     c.train.init = str(folder if case["source"] == "folder" else tmp_path / "storage")
     plan = make_plan(c)
     results = run_threads(plan.mesh, lambda communicator: masters(c, plan, communicator))
@@ -247,7 +247,7 @@ def test_tables_grow_alike_under_every_plan(tmp_path, case):
             grown.add(name)
             assert torch.equal(whole[had:], before.double().mean(0).float().double().expand(7, *whole.shape[1:])), name
         assert torch.equal(whole[: len(before)], before.double()), name
-    assert grown == ({"embedding"} if found.model.tied else {"embedding", "head"})
+    assert grown == ({"embedding"} if importable.model.tied else {"embedding", "head"})
 
 
 @pytest.mark.full

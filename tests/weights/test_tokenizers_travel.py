@@ -32,9 +32,9 @@ NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 def model(tmp_path) -> Path:
     """A Llama with the files of its tokenizer."""
     folder = written(tmp_path / "hf", "llama", ours={"vocab": VOCAB})
-    made = Tokenizer.from_str(train_tokenizer(sources(0, 2), VOCAB - 2).to_str())
-    made.add_special_tokens(["<s>", "</s>"])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_str(train_tokenizer(sources(0, 2), VOCAB - 2).to_str())
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG))
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     return folder
@@ -86,11 +86,11 @@ def test_a_trained_tokenizer_travels_with_what_was_added(tmp_path, text):
     added = ["data.special_tokens=[<tool>]", "data.chat_template=chatml"]
     trained(tmp_path, *model, *text, *added, "train.stop_at=2")
     assert main(["export", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")]) == 0
-    found = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert found["model_max_length"] == 16 and found["eos_token"] == "<|endoftext|>"
-    made = open_vocabulary(tmp_path / "out")
-    assert made.special_tokens == ["<|endoftext|>", "<tool>", "<|im_start|>", "<|im_end|>"]
-    assert made.chat.render_text([{"role": "user", "content": "hi"}]).startswith("<|im_start|>user")
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 16 and settings["eos_token"] == "<|endoftext|>"
+    vocabulary = open_vocabulary(tmp_path / "out")
+    assert vocabulary.special_tokens == ["<|endoftext|>", "<tool>", "<|im_start|>", "<|im_end|>"]
+    assert vocabulary.chat.render_text([{"role": "user", "content": "hi"}]).startswith("<|im_start|>user")
     again = trained(tmp_path, *model, *text, *added, "train.stop_at=4")
     assert "continues after step 2" in again
     refused = trained(tmp_path, *model, *text, added[1], "resume.allow=[data]", "train.steps=6", status=2)
@@ -121,14 +121,14 @@ def _refused(cwd: Path, *arguments: str) -> list[str]:
 def test_a_tokenizer_that_is_not_the_model_s(tmp_path, model, text):
     """Another one, given or trained, is refused wherever text is read, unless it is meant."""
     other = tmp_path / "other.json"
-    made = Tokenizer.from_str(train_tokenizer(["another language altogether, zyxwv " * 50], 300).to_str())
-    made.add_special_tokens(["</s>"])
-    made.save(str(other))
+    tokenizer = Tokenizer.from_str(train_tokenizer(["another language altogether, zyxwv " * 50], 300).to_str())
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(other))
     source = ["model=from_hf", f"model.source={model}", *text]
-    for given in (f"data.tokenizer={other}", "data.tokenizer=train"):
-        (line,) = _refused(tmp_path, *source, given)
+    for override in (f"data.tokenizer={other}", "data.tokenizer=train"):
+        (line,) = _refused(tmp_path, *source, override)
         assert "is not that of the weights in" in line and f"nearest legal: data.tokenizer={model}, " in line
-        assert line.endswith("data.foreign_tokenizer=true") and line.startswith(given)
+        assert line.endswith("data.foreign_tokenizer=true") and line.startswith(override)
     assert write_answers([str(model), "the", "--tokens", "2", f"data.tokenizer={other}"]) == 2
     trained(tmp_path, *source, f"data.tokenizer={other}", "data.foreign_tokenizer=true", "train.stop_at=2")
     assert "continues after step 2" in trained(tmp_path, *source, f"data.tokenizer={other}", "train.stop_at=3")
@@ -167,8 +167,8 @@ def test_all_ends_of_a_text_travel(tmp_path, model, text):
     checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert len(checkpoints) == 2
     for place in checkpoints:
-        found = find_trained_model(str(place))
-        assert set(find_end_ids(build_vocabulary_if_readable(found.files), found.generation_config)) == {
+        origin = find_trained_model(str(place))
+        assert set(find_end_ids(build_vocabulary_if_readable(origin.files), origin.generation_config)) == {
             5,
             9,
             VOCAB - 1,

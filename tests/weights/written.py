@@ -84,7 +84,7 @@ def written(
     more keys."""
     folder.mkdir(parents=True, exist_ok=True)
     keys = ours or {}
-    found = build_config_json(Model(**{**OURS[name], **keys}), FAMILIES[name]) | config
-    (folder / "config.json").write_text(json.dumps(found))
+    config_json = build_config_json(Model(**{**OURS[name], **keys}), FAMILIES[name]) | config
+    (folder / "config.json").write_text(json.dumps(config_json))
     save_file(tensors_of(name, **keys) if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -51,11 +51,11 @@ def launch(work, job: Job) -> list:
 
 def line(job: Job, ranks: list[Found], memory: list[int]) -> str:
     """Return a row of the table."""
-    found, size = compare([rank.seen for rank in ranks]), job.size
+    comparison, size = compare([rank.seen for rank in ranks]), job.size
     sent = [*(sum(of_ranks) for of_ranks in zip(*(rank.sent for rank in ranks), strict=True)), ranks[0].floor]
-    cells = [f"{size.kv_heads} of {size.heads}", size.kind, job.peer, *(f"{1000 * s:.1f}" for s in found.seconds),
-             f"**{found.ratio:.3f}**", "{:.3f} to {:.3f}".format(*found.interval),
-             "met" if found.ratio <= GOAL else "not met", f"{found.cpu_ratio:.3f}",
+    cells = [f"{size.kv_heads} of {size.heads}", size.kind, job.peer, *(f"{1000 * s:.1f}" for s in comparison.seconds),
+             f"**{comparison.ratio:.3f}**", "{:.3f} to {:.3f}".format(*comparison.interval),
+             "met" if comparison.ratio <= GOAL else "not met", f"{comparison.cpu_ratio:.3f}",
              ", ".join(f"{n / 1e6:.0f}" for n in memory) or "-", ", ".join(f"{n / 1e6:.2f}" for n in sent),
              f"{max(rank.apart for rank in ranks):.0e}"]  # fmt: skip
     return f"| {' | '.join(cells)} |"

@@ -76,7 +76,7 @@ class Given(NamedTuple):
     weights: Mapping[str, Tensor]
 
 
-def given(size: Size) -> Given:
+def build_inputs(size: Size) -> Given:
     """Draw what all sides are given, the same on all ranks."""
     draw = torch.Generator().manual_seed(SEED)
     d, q, kv = size.d_model, size.heads * size.width, size.kv_heads * size.width
@@ -104,8 +104,8 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Block:
     weights = RankWeights(plan, communicator, None, overlap=False)
     with torch.no_grad():
         for name, w in g.weights.items():
-            here = weights.compute[f"{NAME}.{name}"]
-            here.copy_(w.view(here.shape))
+            held = weights.compute[f"{NAME}.{name}"]
+            held.copy_(w.view(held.shape))
     ops = ParallelOps(plan, communicator, weights.compute)
     block = TransformerBlock(NAME, c.model, specs, causal=True, memory=None)
     positions = ops.global_positions(specs.stream, "length", torch.device("cpu"))
@@ -121,8 +121,8 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Block:
         return out.detach()
 
     def gradients() -> Mapping[str, Tensor]:
-        found = {name: weights.local_gradients[f"{NAME}.{name}"].view(w.shape) for name, w in g.weights.items()}
-        return {"x": x.grad, **found}
+        named = {name: weights.local_gradients[f"{NAME}.{name}"].view(w.shape) for name, w in g.weights.items()}
+        return {"x": x.grad, **named}
 
     return Block(step, gradients, positions, lambda: sum(communicator.moved.values()))
 

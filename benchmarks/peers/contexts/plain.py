@@ -46,8 +46,8 @@ class _Gathered(torch.autograd.Function):
 
 def _in_order(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gather keys and values of all positions, in their order: pieces 0, 3 are one rank's, 1, 2 the other's."""
-    found = _Gathered.apply(torch.stack([k, v]))
-    (a, d), (b, c) = (of_rank.chunk(2, -2) for of_rank in found)
+    gathered = _Gathered.apply(torch.stack([k, v]))
+    (a, d), (b, c) = (of_rank.chunk(2, -2) for of_rank in gathered)
     whole = torch.cat([a, b, c, d], -2)
     return whole[0], whole[1]
 
@@ -73,13 +73,13 @@ def pieces(size: Size, rank: int) -> Attention:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = _in_order(k, v)
-        found = [
+        parts = [
             F.scaled_dot_product_attention(
                 part, k[..., :end, :], v[..., :end, :], mask.to(q.dtype), enable_gqa=size.heads != size.kv_heads
             )
             for part, end, mask in zip(q.chunk(2, -2), ends, masks, strict=True)
         ]
-        return torch.cat(found, -2)
+        return torch.cat(parts, -2)
 
     return attend
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.peers.contexts.block import RANKS, Block, Given, Size, floor, given, ours
+from benchmarks.peers.contexts.block import RANKS, Block, Given, Size, build_inputs, floor, ours
 from benchmarks.peers.contexts.plain import peer
 from benchmarks.peers.pairs import OURS, PEER, Seen, grown, take_turns
 from platform.cluster.crew.worker_host import _keep_freed_memory
@@ -47,14 +47,14 @@ def build(job: Job, name: str, communicator: Communicator, g: Given) -> Block:
 
 def whole(block: Block, size: Size) -> Mapping[str, Tensor]:
     """Step a block; return its output and its gradients, of all ranks together and in the order of the positions."""
-    found = {"out": block.step(), **block.gradients()}
+    tensors = {"out": block.step(), **block.gradients()}
     for name in ("out", "x"):
-        every = found[name].new_zeros(size.length, *found[name].shape[1:])
-        found[name] = every.index_copy_(0, block.positions, found[name])
-    found = {name: t.contiguous().clone() for name, t in found.items()}
-    for t in found.values():
+        every = tensors[name].new_zeros(size.length, *tensors[name].shape[1:])
+        tensors[name] = every.index_copy_(0, block.positions, tensors[name])
+    tensors = {name: t.contiguous().clone() for name, t in tensors.items()}
+    for t in tensors.values():
         dist.all_reduce(t)
-    return found
+    return tensors
 
 
 def difference(a: Block, b: Block, size: Size) -> float:
@@ -102,7 +102,7 @@ def alternate(job: Job, plan: Plan, communicator: Communicator) -> Found:
     """Build both blocks on this rank, compare what they compute, and step them in turn."""
     torch.set_num_threads(1)
     _keep_freed_memory()
-    g = given(job.size)
+    g = build_inputs(job.size)
     blocks = {name: build(job, name, communicator, g) for name in (OURS, PEER)}
     apart = difference(blocks[OURS], blocks[PEER], job.size)
     each = sent(blocks[OURS]), sent(blocks[PEER])
@@ -114,8 +114,8 @@ def peak_bytes(job: Job, plan: Plan, communicator: Communicator) -> int:
     """Return how much this process grows while the block `job.alone` is built and stepped."""
     torch.set_num_threads(1)
     few = replace(job, size=replace(job.size, d_model=16 * job.size.heads, d_ff=8, length=16))
-    build(few, job.alone, communicator, given(few.size)).step()  # its modules and the connections
-    g = given(job.size)
+    build(few, job.alone, communicator, build_inputs(few.size)).step()  # its modules and the connections
+    g = build_inputs(job.size)
 
     def built() -> Callable[[int], object]:
         block = build(job, job.alone, communicator, g)

@@ -53,12 +53,13 @@ def launch(work, job: Job) -> list:
 
 def line(name: str, job: Job, ranks: list[Found], memory: list[int]) -> str:
     """Return a row of the table."""
-    found = compare([rank.seen for rank in ranks])
-    ours, theirs = (1000 * seconds for seconds in found.seconds)
+    comparison = compare([rank.seen for rank in ranks])
+    ours, theirs = (1000 * seconds for seconds in comparison.seconds)
     sent = [sum(of_ranks) / 1e6 for of_ranks in zip(*(rank.sent for rank in ranks), strict=True)]
-    cells = [name, f"{job.size.capacity or 'none'}", job.peer, f"{ours:.1f}", f"{theirs:.1f}", f"**{found.ratio:.3f}**",
-             "{:.3f} to {:.3f}".format(*found.interval), "met" if found.ratio <= GOAL else "not met",
-             f"{found.cpu_ratio:.3f}", ", ".join(f"{size / 1e6:.0f}" for size in memory) or "-",
+    cells = [name, f"{job.size.capacity or 'none'}", job.peer, f"{ours:.1f}", f"{theirs:.1f}",
+             f"**{comparison.ratio:.3f}**", "{:.3f} to {:.3f}".format(*comparison.interval),
+             "met" if comparison.ratio <= GOAL else "not met", f"{comparison.cpu_ratio:.3f}",
+             ", ".join(f"{size / 1e6:.0f}" for size in memory) or "-",
              ", ".join(f"{mb:.2f}" for mb in sent), f"{max(rank.apart for rank in ranks):.0e}"]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

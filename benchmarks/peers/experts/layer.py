@@ -72,7 +72,7 @@ class Given(NamedTuple):
     weights: Mapping[str, Tensor]
 
 
-def given(size: Size, rank: int) -> Given:
+def build_inputs(size: Size, rank: int) -> Given:
     """Draw what all sides are given on a rank: weights of which each score has a standard deviation of about 1/2."""
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[size.precision]
     draw = torch.Generator().manual_seed(SEED)
@@ -98,8 +98,8 @@ def ours(size: Size, communicator: Communicator, g: Given) -> Layer:
     plan = make_plan(c).stage_part(0)
     x, gradient, whole = g.x.clone().requires_grad_(), g.gradient, g.weights
     weights = RankWeights(plan, communicator, None, overlap=False)
-    here = {p.name: p for p in plan.parameters if p.name.removeprefix(f"{NAME}.") in whole}
-    for name, p in here.items():
+    parameters = {p.name: p for p in plan.parameters if p.name.removeprefix(f"{NAME}.") in whole}
+    for name, p in parameters.items():
         where = tuple(slice(at, at + n) for at, n in plan.locate_block(p, communicator.coordinates))
         with torch.no_grad():
             weights.compute[name].copy_(whole[name.removeprefix(f"{NAME}.")][where])
@@ -131,18 +131,18 @@ def _forget(flat: Any) -> None:
 @contextmanager
 def leaving(rank: int) -> Iterator[list[int]]:
     """Collect, in the context, the bytes of each of this process's all-to-alls that go to the other rank."""
-    found: list[int] = []
+    sent: list[int] = []
     started = dist.all_to_all_single
 
     def counted(out: Tensor, x: Tensor, *more: Any, **how: Any) -> Any:
         splits = more[1] if len(more) > 1 else how.get("input_split_sizes")
         away = len(x) * (RANKS - 1) // RANKS if splits is None else sum(splits) - splits[rank]
-        found.append(int(away) * x[0].numel() * x.element_size() if len(x) else 0)
+        sent.append(int(away) * x[0].numel() * x.element_size() if len(x) else 0)
         return started(out, x, *more, **how)
 
     dist.all_to_all_single = counted
     try:
-        yield found
+        yield sent
     finally:
         dist.all_to_all_single = started
 
@@ -154,6 +154,6 @@ def floor(size: Size, rank: int, g: Given) -> int:
     best = (x @ g.weights["router"].t()).topk(size.chosen, -1).indices
     chosen = torch.zeros(*x.shape[:2], size.experts, dtype=torch.bool).scatter_(-1, best, True)
     kept = chosen & (chosen.cumsum(0) <= (plan.sizes["slots"] if size.capacity else size.tokens))
-    here = size.experts // RANKS
-    away = int(kept.sum()) - int(kept[..., rank * here : (rank + 1) * here].sum())
+    share = size.experts // RANKS
+    away = int(kept.sum()) - int(kept[..., rank * share : (rank + 1) * share].sum())
     return 4 * away * size.d_model * x.element_size()

@@ -64,7 +64,7 @@ MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _on_host
 moe_router.apply_router_token_dropping = _first_come
 
 
-def made(size: Size, weights: Mapping[str, Tensor], padded: bool) -> Any:
+def build_layer(size: Size, weights: Mapping[str, Tensor], padded: bool) -> Any:
     """Build the layer of this rank with our weights. `padded`: empty slots are computed too."""
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(1, 1, expert_model_parallel_size=RANKS)
@@ -108,9 +108,9 @@ def _fill(mlp: Any, gate: Tensor, up: Tensor, down: Tensor) -> None:
     mlp.linear_fc2.weight.copy_(down)
 
 
-def _built(size: Size, given: Given, padded: bool) -> Layer:
-    x, gradient = given.x.clone().requires_grad_(), given.gradient
-    layer = made(size, given.weights, padded)
+def _built(size: Size, inputs: Given, padded: bool) -> Layer:
+    x, gradient = inputs.x.clone().requires_grad_(), inputs.gradient
+    layer = build_layer(size, inputs.weights, padded)
 
     def step() -> Tensor:
         layer.zero_grad(set_to_none=True)
@@ -121,17 +121,17 @@ def _built(size: Size, given: Given, padded: bool) -> Layer:
         return out.detach()
 
     def gradients() -> Mapping[str, Tensor]:
-        found = {"x": x.grad, "router": layer.router.weight.grad}
+        named = {"x": x.grad, "router": layer.router.weight.grad}
         each = {f"experts.{name}": [] for name in ("gate", "up", "down")}
         for mlp in layer.experts.local_experts:
             for parts, g in zip(each.values(), _gradients(mlp), strict=True):
                 parts.append(g)
-        found |= {name: torch.stack(parts) for name, parts in each.items()}
+        named |= {name: torch.stack(parts) for name, parts in each.items()}
         if size.shared:
-            found |= dict(
+            named |= dict(
                 zip(("shared.gate", "shared.up", "shared.down"), _gradients(layer.shared_experts), strict=True)
             )
-        return found
+        return named
 
     return Layer(step, gradients)
 
@@ -140,11 +140,11 @@ def _gradients(mlp: Any) -> tuple[Tensor, ...]:
     return (*mlp.linear_fc1.weight.grad.chunk(2), mlp.linear_fc2.weight.grad)
 
 
-def dropping(size: Size, communicator: Communicator, given: Given) -> Layer:
+def dropping(size: Size, communicator: Communicator, inputs: Given) -> Layer:
     """Build the layer that computes the tokens that are there."""
-    return _built(size, given, padded=False)
+    return _built(size, inputs, padded=False)
 
 
-def padding(size: Size, communicator: Communicator, given: Given) -> Layer:
+def padding(size: Size, communicator: Communicator, inputs: Given) -> Layer:
     """Build the layer that computes all slots of a capacity."""
-    return _built(size, given, padded=True)
+    return _built(size, inputs, padded=True)

@@ -78,8 +78,8 @@ class PlainExperts(nn.Module):
         dist.all_to_all_single(theirs, counts)
         sent = counts.view(RANKS, -1).sum(-1).tolist()
         by_rank = theirs.view(RANKS, -1)
-        there = _Exchange.apply(rows[token], sent, by_rank.sum(-1).tolist())
-        pieces = there.split(by_rank.flatten().tolist())
+        arrived = _Exchange.apply(rows[token], sent, by_rank.sum(-1).tolist())
+        pieces = arrived.split(by_rank.flatten().tolist())
         done = [f(torch.cat(pieces[i :: self.here])) for i, f in enumerate(self.experts)]
         parts = [y.split(n) for y, n in zip(done, by_rank.t().tolist(), strict=True)]
         back = torch.cat([parts[i][r] for r in range(RANKS) for i in range(self.here)])
@@ -90,11 +90,11 @@ class PlainExperts(nn.Module):
         return x + out.view_as(x), balance
 
 
-def plain(size: Size, communicator: Communicator, given: Given) -> Layer:
+def plain(size: Size, communicator: Communicator, inputs: Given) -> Layer:
     """Build the plain layer on a rank."""
-    x, gradient = given.x.clone().requires_grad_(), given.gradient
+    x, gradient = inputs.x.clone().requires_grad_(), inputs.gradient
     slots = ceil(size.capacity * size.tokens * size.chosen / size.experts)
-    layer = PlainExperts(size, communicator.rank, given.weights, slots)
+    layer = PlainExperts(size, communicator.rank, inputs.weights, slots)
 
     def step() -> Tensor:
         layer.zero_grad(set_to_none=True)
@@ -104,19 +104,19 @@ def plain(size: Size, communicator: Communicator, given: Given) -> Layer:
         return out.detach()
 
     def gradients() -> Mapping[str, Tensor]:
-        found = {f"experts.{name}": torch.stack(parts) for name, parts in _parts(layer.experts).items()}
+        named = {f"experts.{name}": torch.stack(parts) for name, parts in _parts(layer.experts).items()}
         if layer.shared is not None:
-            found |= {f"shared.{name}": g for name, (g,) in _parts([layer.shared]).items()}
-        return {"x": x.grad, "router": layer.router.grad, **found}
+            named |= {f"shared.{name}": g for name, (g,) in _parts([layer.shared]).items()}
+        return {"x": x.grad, "router": layer.router.grad, **named}
 
     return Layer(step, gradients)
 
 
 def _parts(experts: Iterable[Any]) -> dict[str, list[Tensor]]:
     """Return the gradients of all experts, by the names of the weights."""
-    found: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
+    gradients: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
     for expert in experts:
         gate, up = expert.inner.grad.chunk(2)
-        for name, g in zip(found, (gate, up, expert.down.grad), strict=True):
-            found[name].append(g)
-    return found
+        for name, g in zip(gradients, (gate, up, expert.down.grad), strict=True):
+            gradients[name].append(g)
+    return gradients

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.peers.experts.layer import Given, Layer, Size, floor, given, leaving
+from benchmarks.peers.experts.layer import Given, Layer, Size, build_inputs, floor, leaving
 from benchmarks.peers.pairs import OURS, PEER, Seen, grown, take_turns
 from platform.cluster.crew.worker_host import _keep_freed_memory
 from platform.plan.plan import Plan
@@ -43,8 +43,8 @@ class Found:
 
 def build(job: Job, name: str, communicator: Communicator, g: Given) -> Layer:
     module, function = ("layer", "ours") if name == OURS else PEERS[job.peer].split(":")
-    found: Layer = getattr(importlib.import_module(f"{__package__}.{module}"), function)(job.size, communicator, g)
-    return found
+    layer: Layer = getattr(importlib.import_module(f"{__package__}.{module}"), function)(job.size, communicator, g)
+    return layer
 
 
 def difference(a: Layer, b: Layer) -> float:
@@ -58,7 +58,7 @@ def alternate(job: Job, plan: Plan, communicator: Communicator) -> Found:
     """Build both layers on this rank, compare what they compute, and step them in turn."""
     torch.set_num_threads(1)
     _keep_freed_memory()
-    g = given(job.size, communicator.rank)
+    g = build_inputs(job.size, communicator.rank)
     layers = {name: build(job, name, communicator, g) for name in (OURS, PEER)}
     apart, before = difference(layers[OURS], layers[PEER]), communicator.moved.total()
     layers[OURS].step()
@@ -75,8 +75,9 @@ def peak_bytes(job: Job, plan: Plan, communicator: Communicator) -> int:
     """Return how much this process grows while the layer `job.alone` is built and stepped."""
     torch.set_num_threads(1)
     few = replace(job, size=Size(8, 4, 2, 8, tokens=4, capacity=job.size.capacity))
-    build(few, job.alone, communicator, given(few.size, communicator.rank)).step()  # its modules and the connections
-    g = given(job.size, communicator.rank)
+    inputs = build_inputs(few.size, communicator.rank)
+    build(few, job.alone, communicator, inputs).step()  # its modules and the connections
+    g = build_inputs(job.size, communicator.rank)
 
     def built() -> Callable[[int], object]:
         layer = build(job, job.alone, communicator, g)

@@ -279,7 +279,7 @@ class DispatchRowsOp(Op):
         seats = kernel.ExpertSeats(*own_seats, own_place, lent, ops.communicator.lent.get(name, ()))
         with ops.communicator.keep_turn():
             counts = kernel.count_rows(ops.communicator, weights, seats, chosen)
-        ops.record_sent_rows(name, zip(seats.experts_by_seat, counts.given, strict=True), counts.sent)
+        ops.record_sent_rows(name, zip(seats.experts_by_seat, counts.by_expert, strict=True), counts.sent)
         return ops.convert_block(kernel.dispatch_rows(ops.communicator, x, counts), join), counts
 
     def meter_memory(self, ops, name, x, spec, weights, of_weights, out, chosen) -> tuple[Value, Value]:

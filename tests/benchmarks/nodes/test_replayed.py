@@ -31,7 +31,7 @@ def span(start: float, wanted: float, end: float) -> CollectiveSpan:
 
 
 @pytest.mark.parametrize(
-    ("found", "link", "step"),
+    ("spans", "link", "step"),
     [
         ([span(1, 1, 1)], 2, 12),  # waited for at once: all of it is exposed
         ([span(1, 4, 4)], 2, 10),  # behind computation
@@ -42,5 +42,5 @@ def span(start: float, wanted: float, end: float) -> CollectiveSpan:
         ([span(1, 1, 1), span(2, 4, 4)], 2, 12),  # what is launched later is later by the first wait
     ],
 )
-def test_computation_hides_what_is_launched_before_it(found, link, step):
-    assert replay(found, 10.0, lambda _: float(link)) == step
+def test_computation_hides_what_is_launched_before_it(spans, link, step):
+    assert replay(spans, 10.0, lambda _: float(link)) == step

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.peers.contexts.block import Size, configured, given
+from benchmarks.peers.contexts.block import Size, build_inputs, configured
 from benchmarks.peers.contexts.plain import WAYS
 from benchmarks.peers.contexts.turns import Job, build, difference, floor, sent
 from benchmarks.peers.pairs import OURS, PEER
@@ -24,7 +24,7 @@ CHOSEN = [{"kind": "gather", "peer": "torch_allgather"}, {"kind": "heads", "peer
 def both(job: Job, plan, communicator) -> tuple[float, float, int, int]:
     """How far the blocks part, and where one weight of the peer's is another; what each counts on this rank."""
     torch.set_num_threads(1)
-    g = given(job.size)
+    g = build_inputs(job.size)
     blocks = [build(job, name, communicator, g) for name in (OURS, PEER)]
     apart = difference(*blocks, job.size)
     other = g._replace(weights={**g.weights, "attention.key": 1.001 * g.weights["attention.key"]})
@@ -35,7 +35,7 @@ def both(job: Job, plan, communicator) -> tuple[float, float, int, int]:
 @suite("contexts beside plain PyTorch and torch's ring, on two ranks", CASES, chosen=CHOSEN)
 def test_all_compute_alike(pool, case):
     job = Job(replace(SMALL, kind=case["kind"]), case["peer"], 0, 0)
-    apart, control, here, there = zip(*pool.run(both, job, make_plan(configured(job.size))), strict=True)
+    apart, control, our_bytes, their_bytes = zip(*pool.run(both, job, make_plan(configured(job.size))), strict=True)
     assert max(apart) < 1e-12 and min(control) > 1e-6
-    assert sum(here) == AROUND.get(case["kind"], 1) * floor(job.size)
-    assert sum(there) == AROUND.get(case["peer"], 1) * floor(replace(job.size, kind="gather"))
+    assert sum(our_bytes) == AROUND.get(case["kind"], 1) * floor(job.size)
+    assert sum(their_bytes) == AROUND.get(case["peer"], 1) * floor(replace(job.size, kind="gather"))

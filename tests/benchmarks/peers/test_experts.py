@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.peers.experts.layer import RANKS, Given, Size, configured, floor, given, leaving
+from benchmarks.peers.experts.layer import RANKS, Given, Size, build_inputs, configured, floor, leaving
 from benchmarks.peers.experts.turns import Job, build, difference
 from benchmarks.peers.pairs import OURS, PEER
 from platform.predict.make_plan import make_plan
@@ -19,7 +19,7 @@ CASES = [{"capacity": capacity} for capacity in (0.0, 0.75)]
 def both(job: Job, plan, communicator) -> tuple[float, float, int, int]:
     """How far the layers part, and where one weight of the peer's is another; what the peer sends, and the floor."""
     torch.set_num_threads(1)
-    g = given(job.size, communicator.rank)
+    g = build_inputs(job.size, communicator.rank)
     layers = [build(job, name, communicator, g) for name in (OURS, PEER)]
     apart = difference(*layers)
     with leaving(communicator.rank) as sent:

@@ -30,8 +30,8 @@ def job(name: str, model: Model = SMALL) -> Job:
 
 def apart(one: Job) -> tuple[float, tuple[float, float]]:
     plan = make_plan(one.config)
-    found = compare([alternate(one, plan, SingleRank(plan.mesh))])
-    return found.apart, found.losses
+    comparison = compare([alternate(one, plan, SingleRank(plan.mesh))])
+    return comparison.apart, comparison.losses
 
 
 @pytest.mark.parametrize("model", [SMALL, LLAMA], ids=["gpt", "llama"])
@@ -53,9 +53,9 @@ def test_what_trains_otherwise_is_seen(monkeypatch):
 @suite("peers on two ranks", TORCHS, chosen=TORCHS[:2])
 def test_ranks_train_alike(pool, case):
     one = job(case["row"])
-    found = compare(pool.run(alternate, one, make_plan(one.config)))
-    assert found.apart < 1e-5
-    assert found.losses[1] < 0.9 * found.losses[0]
+    comparison = compare(pool.run(alternate, one, make_plan(one.config)))
+    assert comparison.apart < 1e-5
+    assert comparison.losses[1] < 0.9 * comparison.losses[0]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -74,12 +74,12 @@ def test_a_comparison_counts_the_slowest_rank_and_the_cpu_of_all():
         {OURS: Seen([2.0], [1.0, 2.0], [0.5, 0.5]), PEER: Seen([2.0], [2.0, 2.0], [1.0, 1.0])},
         {OURS: Seen([float("nan")], [3.0, 1.0], [0.5, 0.5]), PEER: Seen([1.0], [1.0, 4.0], [1.0, 1.0])},
     ]
-    found = compare(ranks)
-    assert found.seconds == (2.5, 3.0)  # of 3 and 2, of 2 and 4
-    assert found.ratio == (3 / 2 + 2 / 4) / 2
-    assert found.cpu == (1.0, 2.0) and found.cpu_ratio == 0.5
-    assert found.apart == pytest.approx(0.5 / 1.5)
-    shown = line("zb_h1_torch", ROWS["zb_h1_torch"], found, [2_000_000, 3_000_000])
+    comparison = compare(ranks)
+    assert comparison.seconds == (2.5, 3.0)  # of 3 and 2, of 2 and 4
+    assert comparison.ratio == (3 / 2 + 2 / 4) / 2
+    assert comparison.cpu == (1.0, 2.0) and comparison.cpu_ratio == 0.5
+    assert comparison.apart == pytest.approx(0.5 / 1.5)
+    shown = line("zb_h1_torch", ROWS["zb_h1_torch"], comparison, [2_000_000, 3_000_000])
     assert "**1.000**" in shown and "<= 0.90: not met" in shown and "0.500 (<= 1.05: met)" in shown and "2, 3" in shown
 
 

@@ -60,8 +60,8 @@ def torn(snapshots: list[Snapshot]) -> int:
     wrong = 0
     for snapshot in snapshots:
         if (step := snapshot.step) is not None:
-            found = snapshot.own_buffer.data.view(torch.float32)
-            wrong += not (snapshot.values == {"step": step} and bool((found == step).all()))
+            numbers = snapshot.own_buffer.data.view(torch.float32)
+            wrong += not (snapshot.values == {"step": step} and bool((numbers == step).all()))
     return wrong
 
 

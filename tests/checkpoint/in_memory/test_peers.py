@@ -54,12 +54,12 @@ def lost_elements(held: MemoryMap, alive: Sequence[int], name: str | None = None
     memories = {held.memories[rank] for rank in alive}
     readable = [part for rank, memory in enumerate(held.memories) if memory in memories for part in written(held, rank)]
     for tensor in held.state:
-        found = np.zeros(tensor.shape, bool)
+        covered = np.zeros(tensor.shape, bool)
         everything = Box.whole_tensor(tensor.shape)
         for part in readable:
             if part.tensor.name == tensor.name:
-                found[part.box.relative_slices(everything)] = True
-        missing += int((~found).sum()) if name in (None, tensor.name) else 0
+                covered[part.box.relative_slices(everything)] = True
+        missing += int((~covered).sum()) if name in (None, tensor.name) else 0
     return missing
 
 
@@ -137,14 +137,14 @@ def balanced(state: list[HeldTensor], nodes: list[int], row: int, shared: bool) 
         assert held.copies == []
         return
     least = max(sum(exclusive.values()) / len(nodes), *(exclusive[h] / (len(nodes) - ranks[h]) for h in ranks))
-    received, given = Counter(), Counter()
+    received, by_sender = Counter(), Counter()
     for copy in held.copies:
         assert copy.nbytes == sum(part.nbytes for part in copy.tensor_parts)
         received[copy.receiver] += copy.nbytes
-        given[copy.sender] += copy.nbytes
+        by_sender[copy.sender] += copy.nbytes
     for rank in range(len(nodes)):
         assert received[rank] <= least + 1 + row, "no rule gives the fullest rank less than `least`"
-        assert abs(given[rank] - sent[rank]) <= len(held.chains) * row, "holders take turns as senders"
+        assert abs(by_sender[rank] - sent[rank]) <= len(held.chains) * row, "holders take turns as senders"
 
 
 @pytest.mark.usefixtures("small_rows")
@@ -159,9 +159,9 @@ def test_the_load_is_even():
 
 @pytest.mark.parametrize("plan", [name for name in PLANS if name != "serial"])
 def test_every_plan_survives_the_loss_of_a_worker_and_of_a_node(plan):
-    made = make_plan(configure(layers=4, **PLANS[plan]))
-    state = [held for kind, dtype in KINDS.items() for held in list_held_tensors(made, kind, dtype)]
-    size = made.mesh.world_size
+    planned = make_plan(configure(layers=4, **PLANS[plan]))
+    state = [held for kind, dtype in KINDS.items() for held in list_held_tensors(planned, kind, dtype)]
+    size = planned.mesh.world_size
     for nodes in ([0] * size, [rank * 2 // size for rank in range(size)], [rank % 2 for rank in range(size)]):
         for shared in (False, True):
             held = MemoryMap(state, nodes, shared)
@@ -198,8 +198,8 @@ def test_negative_control_without_copies_or_with_a_wrong_one_something_is_lost()
     for shared in (False, True):
         held = MemoryMap(state, ["a", "a", "b", "b"], shared)
         assert lost_elements(held, [2, 3]) == 0 and list_unrecoverable_tensors(held, [2, 3]) == []
-        there = held.copies
-        held.copies = [copy._replace(receiver=copy.receiver ^ 2) for copy in there]  # in the sender's domain
+        copies = held.copies
+        held.copies = [copy._replace(receiver=copy.receiver ^ 2) for copy in copies]  # in the sender's domain
         assert lost_elements(held, [2, 3]) == 8 and list_unrecoverable_tensors(held, [2, 3]) == ["w"]
         held.copies = []
         assert lost_elements(held, [2, 3]) == 8 and list_unrecoverable_tensors(held, [2, 3]) == ["w"]

@@ -30,21 +30,21 @@ def blocks_of(kind: str) -> list[Block]:
 
 def filled(kind: str, numbers: Tensor) -> tuple[list[Block], bool]:
     """The blocks after all was passed on, and whether it was fetched into their own memory."""
-    blocks, there = blocks_of(kind), []
+    blocks, in_place = blocks_of(kind), []
 
     def fetch(wanted, into) -> None:
         for piece, memory in zip(wanted, into, strict=True):
             assert memory.shape == (piece.nbytes,) and memory.is_contiguous()
             memory.copy_(numbers[piece.source].contiguous().view(-1).view(torch.uint8))
-            there.append(
+            in_place.append(
                 any(memory.untyped_storage().data_ptr() == b.tensor.untyped_storage().data_ptr() for b in blocks)
             )
 
     state = [HeldTensor.group_holders("w", TYPES[kind], (5, 6), [(0, b.box) for b in blocks])]
     pieces = [Piece("w", "float32", box, slice(box.offset[0], box.offset[0] + box.extent[0])) for box in ROWS]
     exchange_pieces([[pieces]], fetch, state, blocks, ALONE)
-    assert len(set(there)) == 1
-    return blocks, there[0]
+    assert len(set(in_place)) == 1
+    return blocks, in_place[0]
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -81,8 +81,8 @@ def test_a_piece_for_one_other_rank_is_fetched_into_its_message():
         assert [*messages] == [1, 2]
         for box, message in zip(boxes, messages.values(), strict=True):
             wanted = numbers[box.relative_slices(Box.whole_tensor((5, 6)))]
-            found = message.view(torch.float32)
-            assert sorted(found.tolist()) == sorted(wanted.flatten().tolist())
+            values = message.view(torch.float32)
+            assert sorted(values.tolist()) == sorted(wanted.flatten().tolist())
 
 
 def test_a_failure_is_every_rank_s():

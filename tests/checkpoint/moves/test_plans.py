@@ -78,16 +78,16 @@ def job(model: str, name: str) -> Job:
     p = plan(model, name)
     holds: dict[str, list] = {}
     for rank, kind in product(range(p.mesh.world_size), KINDS):
-        here = p.mesh.rank_coordinates(rank)
-        ranges = {q.name: p.shard_range(q, here) for q in p.parameters}
+        coordinates = p.mesh.rank_coordinates(rank)
+        ranges = {q.name: p.shard_range(q, coordinates) for q in p.parameters}
         parts = {name: torch.empty(stop - start, device="meta") for name, (start, stop) in ranges.items()}
-        for block in local_blocks(p, kind, parts, here):
+        for block in local_blocks(p, kind, parts, coordinates):
             assert block.tensor.shape == block.box.extent
             holds.setdefault(block.name, []).append((rank, block.box))
-    made = Job(tensors(model), holds, p.mesh.world_size)
+    planned = Job(tensors(model), holds, p.mesh.world_size)
     held_tensors = [held for kind, dtype in KINDS.items() for held in list_held_tensors(p, kind, dtype)]
-    assert sorted(made.state, key=attrgetter("name")) == sorted(held_tensors, key=attrgetter("name"))
-    return made
+    assert sorted(planned.state, key=attrgetter("name")) == sorted(held_tensors, key=attrgetter("name"))
+    return planned
 
 
 @pytest.fixture(scope="module")

@@ -33,13 +33,13 @@ def test_any_tiling_to_any_other(tmp_path_factory, seed, writers, readers, budge
     tensors = values(SHAPES, seed % 1000)
     storage = Counting(open_storage(str(tmp_path_factory.mktemp("storage"))))
     directory = Job.random(tensors, writers, draw).save(storage)
-    found = find_newest_checkpoint(storage)
-    assert found.directory == directory and not found.refused
+    newest = find_newest_checkpoint(storage)
+    assert newest.directory == directory and not newest.refused
     storage.read_bytes = 0
     reader = Job.random(tensors, readers, draw)
-    reader.check(reader.restore(storage, directory, found.manifest, budget=budget))
+    reader.check(reader.restore(storage, directory, newest.manifest, budget=budget))
     needed = sum(t.numel() * t.element_size() for t in tensors.values())
-    assert found.manifest.nbytes == storage.read_bytes == needed  # each byte stored once, read once
+    assert newest.manifest.nbytes == storage.read_bytes == needed  # each byte stored once, read once
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -93,11 +93,11 @@ def test_the_plan_s_blocks_with_a_padded_vocab(tmp_path):
     def job(axes):
         mesh, sizes = Mesh.arrange_axes(axes), {"vocab": pad_to_multiple(61, axes["t"]), "d_model": 12}
         layout = Layout.build_canonical({"vocab": ("t",), "d_model": ("c",)})
-        found = [
+        boxes = [
             (r, Box.build_box(locate_block(("vocab", "d_model"), sizes, layout, mesh, mesh.rank_coordinates(r))))
             for r in range(mesh.world_size)
         ]
-        return Job(table, {"embedding": found}, mesh.world_size)
+        return Job(table, {"embedding": boxes}, mesh.world_size)
 
     storage = open_storage(str(tmp_path))
     directory = job({"data": 2, "t": 4, "c": 1}).save(storage)

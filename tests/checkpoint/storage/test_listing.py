@@ -23,9 +23,9 @@ def save(storage, step: int) -> str:
 @pytest.fixture
 def storage(tmp_path):
     """With checkpoints of steps 1 and 2."""
-    made = open_storage(str(tmp_path / "checkpoints"))
-    save(made, 1), save(made, 2)
-    return made
+    checkpoints = open_storage(str(tmp_path / "checkpoints"))
+    save(checkpoints, 1), save(checkpoints, 2)
+    return checkpoints
 
 
 def dangling(path) -> None:
@@ -70,8 +70,8 @@ def test_a_broken_entry_hides_nothing(storage, what, where):
 @pytest.mark.parametrize("what", ["a dangling link", "a loop of links", "a file", "a pipe"])
 def test_what_bears_the_name_of_a_checkpoint_and_is_none_costs_no_other(storage, what):
     BROKEN[what](storage.root / LATER)
-    found = find_newest_checkpoint(storage)
-    assert found.manifest.meta.step == 2 and found.refused[0][0] == LATER
+    newest = find_newest_checkpoint(storage)
+    assert newest.manifest.meta.step == 2 and newest.refused[0][0] == LATER
     before = sorted(os.listdir(storage.root))
     with pytest.raises(OSError):
         catalogue.prune_checkpoints(storage, last=1)
@@ -89,8 +89,8 @@ def test_a_broken_file_of_a_checkpoint_is_a_doubt(storage):
     newest = storage.root / find_newest_checkpoint(storage).directory
     (newest / "blocks-00001.bin").rename(storage.root / "elsewhere")
     dangling(newest / "blocks-00001.bin")
-    found = find_newest_checkpoint(storage)
-    assert found.manifest.meta.step == 1 and found.sound == (newest.name,)
+    selection = find_newest_checkpoint(storage)
+    assert selection.manifest.meta.step == 1 and selection.sound == (newest.name,)
     with pytest.raises(OSError):
         catalogue.prune_checkpoints(storage, last=1)
     assert not (newest / catalogue.BAD).exists() and len(catalogue.list_attempts(storage)) == 2
@@ -230,11 +230,11 @@ def test_a_remote_listing_with_an_entry_that_tells_nothing(monkeypatch, tmp_path
     listed = type(storage._system).ls
 
     def ls(self, path, **options):
-        found = listed(self, path, **options)
-        return [{**e, "size": None} if e["name"].endswith("1.bin") else e for e in found] + [{"name": f"{path}/odd"}]
+        entries = listed(self, path, **options)
+        return [{**e, "size": None} if e["name"].endswith("1.bin") else e for e in entries] + [{"name": f"{path}/odd"}]
 
     with monkeypatch.context() as patch:
         patch.setattr(type(storage._system), "ls", ls)
-        found = find_newest_checkpoint(storage)
-        assert found.manifest is None and found.sound == (newest,)
+        listing = find_newest_checkpoint(storage)
+        assert listing.manifest is None and listing.sound == (newest,)
     assert find_newest_checkpoint(storage).directory == newest

@@ -60,10 +60,10 @@ def small(step: int) -> Job:
 
 def newest(storage, job=job) -> int:
     """The step of the newest checkpoint that can be trusted, once its values are seen to be those of that step."""
-    found = find_newest_checkpoint(storage)
-    assert found.manifest is not None and found.directory is not None
-    step = found.manifest.meta.step
-    job(step).check(job(step).restore(storage, found.directory, found.manifest))
+    trusted = find_newest_checkpoint(storage)
+    assert trusted.manifest is not None and trusted.directory is not None
+    step = trusted.manifest.meta.step
+    job(step).check(job(step).restore(storage, trusted.directory, trusted.manifest))
     return step
 
 

@@ -59,17 +59,17 @@ def test_a_checkpoint_lives_there(url):
     storage = Counting(open_storage(url))
     old, new = (Job.whole(values({"a": (300, 20), "b": (7,)}, step), 2) for step in (1, 2))
     first, second = old.save(storage, 1), new.save(storage, 2)
-    found = find_newest_checkpoint(storage)
-    assert found.directory == second
+    newest = find_newest_checkpoint(storage)
+    assert newest.directory == second
     other = Job.whole(new.tensors, 3)
     storage.read_bytes = 0
-    other.check(other.restore(storage, second, found.manifest))
-    assert storage.read_bytes == found.manifest.nbytes
+    other.check(other.restore(storage, second, newest.manifest))
+    assert storage.read_bytes == newest.manifest.nbytes
     data = bytearray(storage.read(f"{second}/blocks-00001.bin"))
     data[5] ^= 1
     storage.write(f"{second}/blocks-00001.bin", chunks(bytes(data)))
-    found = find_newest_checkpoint(storage)
-    assert found.directory == first and "not what was written" in found.refused[0][1]
+    newest = find_newest_checkpoint(storage)
+    assert newest.directory == first and "not what was written" in newest.refused[0][1]
     third = old.save(storage, 3)
     assert catalogue.prune_checkpoints(storage, last=1) == [first]
     assert open_storage(url).list_sizes("").keys() == {second, third} and load_manifest(storage, third)

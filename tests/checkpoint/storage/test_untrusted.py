@@ -37,27 +37,27 @@ def seal(document) -> bytes:
 
 
 def read(storage) -> dict:
-    found = json.loads((storage.root / find_newest_checkpoint(storage).directory / manifests.NAME).read_bytes())
-    del found["sha256"]
-    return found
+    manifest = json.loads((storage.root / find_newest_checkpoint(storage).directory / manifests.NAME).read_bytes())
+    del manifest["sha256"]
+    return manifest
 
 
 def put(*keys, value):
     """Sets found[key][key]... to value."""
 
-    def change(found):
+    def change(manifest):
         for key in keys[:-1]:
-            found = found[key]
-        found[keys[-1]] = value
+            manifest = manifest[key]
+        manifest[keys[-1]] = value
 
     return change
 
 
 def drop(*keys):
-    def change(found):
+    def change(manifest):
         for key in keys[:-1]:
-            found = found[key]
-        del found[keys[-1]]
+            manifest = manifest[key]
+        del manifest[keys[-1]]
 
     return change
 
@@ -65,10 +65,10 @@ def drop(*keys):
 def bomb(dims: int, size: int, count: int, overlap: bool = False):
     """A tensor whose blocks lie on the diagonal: their edges would draw a grid of count ** dims cells."""
 
-    def change(found):
+    def change(manifest):
         extent = [size - count + 1] * dims if overlap else [1] * dims
         blocks = [[[[i] * dims, extent], "blocks-00000.bin", i, SHA] for i in range(count)]
-        found["tensors"] = [{"name": "bomb", "dtype": "uint8", "shape": [size] * dims, "blocks": blocks}]
+        manifest["tensors"] = [{"name": "bomb", "dtype": "uint8", "shape": [size] * dims, "blocks": blocks}]
 
     return change
 
@@ -198,16 +198,16 @@ def check(storage, raw: bytes, capsys) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_sealed_manifest_of_nonsense_is_corrupt(saved, small, capsys, what):
-    found = read(saved)
-    HOSTILE[what](found)
-    check(saved, seal(found), capsys)
+    manifest = read(saved)
+    HOSTILE[what](manifest)
+    check(saved, seal(manifest), capsys)
 
 
 def test_another_hash_is_seen_where_the_block_is_read(saved):
-    found = read(saved)
-    put(*BLOCK, 3, value=SHA)(found)
+    manifest = read(saved)
+    put(*BLOCK, 3, value=SHA)(manifest)
     directory = find_newest_checkpoint(saved).directory
-    (saved.root / directory / manifests.NAME).write_bytes(seal(found))
+    (saved.root / directory / manifests.NAME).write_bytes(seal(manifest))
     with pytest.raises(Corrupt, match="not what was written"):
         verify_checkpoint(saved, directory)
 
@@ -238,13 +238,13 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(saved, name):
 
 def test_a_block_that_is_larger_than_any_is_not_read(saved):
     """Reading would hold it as a whole. The file is a hole, and costs nothing."""
-    directory, found = find_newest_checkpoint(saved).directory, read(saved)
+    directory, manifest = find_newest_checkpoint(saved).directory, read(saved)
     size = 1 << 36
     os.truncate(saved.root / directory / "blocks-00000.bin", size)
-    found["files"] = {"blocks-00000.bin": size}
+    manifest["files"] = {"blocks-00000.bin": size}
     block = [[[0], [size]], "blocks-00000.bin", 0, SHA]
-    found["tensors"] = [{"name": "a", "dtype": "uint8", "shape": [size], "blocks": [block]}]
-    (saved.root / directory / manifests.NAME).write_bytes(seal(found))
+    manifest["tensors"] = [{"name": "a", "dtype": "uint8", "shape": [size], "blocks": [block]}]
+    (saved.root / directory / manifests.NAME).write_bytes(seal(manifest))
     with pytest.raises(Corrupt, match="too large"):
         verify_checkpoint(saved, directory)
 
@@ -309,9 +309,9 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path, capsys, what):
 
 def test_names_of_any_letters_are_shown(saved, monkeypatch):
     """Also where standard output takes ASCII alone."""
-    found = read(saved)
-    found["tensors"][0]["name"] = "\u0161\u2192"
-    (saved.root / find_newest_checkpoint(saved).directory / manifests.NAME).write_bytes(seal(found))
+    manifest = read(saved)
+    manifest["tensors"][0]["name"] = "\u0161\u2192"
+    (saved.root / find_newest_checkpoint(saved).directory / manifests.NAME).write_bytes(seal(manifest))
     taken = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(taken, "ascii"))
     assert main(["show", saved.url]) == 0

@@ -26,7 +26,7 @@ def busy():
         burner.wait()
 
 
-def found(job, size, thorough, times=1):
+def examine_crew(job, size, thorough, times=1):
     """The last of so many examinations in a row, or the first in which anybody is bad."""
     with open_crew("processes", job(size, SICK)) as crew:
         for _ in range(times):
@@ -39,7 +39,7 @@ def found(job, size, thorough, times=1):
 
 def test_each_kind_of_illness_is_named(job, monkeypatch):
     monkeypatch.setenv("SICK", "0:products 1:storage 2:clock 3:wrong 4:forgetful")
-    bad, outcome = found(job, 6, thorough=False)
+    bad, outcome = examine_crew(job, 6, thorough=False)
     assert bad == {0: ["gemm"], 1: ["write"], 2: ["clock"], 3: ["wrong"], 4: ["read"]} and not outcome.shared
     assert outcome.describe_symptoms(1) == "write: OSError: [Errno 28] No space left on device"
     assert outcome.describe_symptoms(2).startswith("clock: 1") and outcome.describe_symptoms(2).endswith(
@@ -51,7 +51,7 @@ def test_each_kind_of_illness_is_named(job, monkeypatch):
 @pytest.mark.full
 def test_a_slow_link_is_the_one_that_is_slow_with_every_partner(job, monkeypatch):
     monkeypatch.setenv("SICK", "1:link")
-    bad, outcome = found(job, 4, thorough=True)
+    bad, outcome = examine_crew(job, 4, thorough=True)
     assert bad == {1: ["link"]} and not outcome.shared
     assert "where its peers have" in outcome.describe_symptoms(1)
 
@@ -59,7 +59,7 @@ def test_a_slow_link_is_the_one_that_is_slow_with_every_partner(job, monkeypatch
 def test_workers_of_a_node_are_measured_together(job, monkeypatch):
     """As GPUs are, with one partner too, in a quick look."""
     monkeypatch.setattr(examination, "groups_by_check", lambda nodes, *_: groups_by_check(nodes, 1, True))
-    outcome = found(job, 3, thorough=True)[1]
+    outcome = examine_crew(job, 3, thorough=True)[1]
     assert not outcome.bad and all("node" in one.readings for one in outcome.findings.values())
     assert ["link" in outcome.findings[number].readings for number in range(3)].count(True) == 2
 
@@ -68,7 +68,7 @@ def test_workers_of_a_node_are_measured_together(job, monkeypatch):
 def test_a_quick_look_does_not_blame_the_partner_of_a_slow_link(job, monkeypatch):
     """With one partner both look slow: then all are measured with several. Here workers on CPUs stand for GPUs."""
     monkeypatch.setenv("SICK", "1:link")
-    monkeypatch.setattr(examination, "judge_workers", lambda found, _: judge_workers(found, "cpu"))
+    monkeypatch.setattr(examination, "judge_workers", lambda findings, _: judge_workers(findings, "cpu"))
     monkeypatch.setattr(examination, "groups_by_check", lambda nodes, n, _: groups_by_check(nodes, n, False))
     with open_crew("processes", job(4, SICK)) as crew:
         on_gpus = replace(job(4), device="cuda")
@@ -80,14 +80,14 @@ def test_a_quick_look_does_not_blame_the_partner_of_a_slow_link(job, monkeypatch
 
 
 def test_a_busy_machine_makes_nobody_sick(job, busy):
-    bad, outcome = found(job, 4, thorough=False)
+    bad, outcome = examine_crew(job, 4, thorough=False)
     assert bad == {} and not outcome.shared
 
 
 @pytest.mark.full
 def test_a_busy_machine_makes_nobody_sick_in_a_thorough_look_either(job, busy):
     for thorough in (False, True):
-        bad, outcome = found(job, 4, thorough=thorough, times=5)
+        bad, outcome = examine_crew(job, 4, thorough=thorough, times=5)
         assert bad == {} and not outcome.shared
 
 

@@ -33,19 +33,19 @@ def launched(folder: Path, steps: int = 14, seed: int = 0, **keys):
 def links(monkeypatch):
     """What the fit finds, of few steps."""
 
-    def found(times):
+    def set_links(times):
         monkeypatch.setattr(evaluations, "fit_slowdowns", lambda work, hardware, measured: times)
         monkeypatch.setattr(evaluations, "WINDOW", 5)
 
-    return found
+    return set_links
 
 
 def test_a_better_plan_is_taken_and_the_curve_stays(tmp_path, links):
     links(SLOW_LINKS)
-    rows, found, events = launched(tmp_path / "two", tensor="1d", axes={"t": 2})
+    rows, replannings, events = launched(tmp_path / "two", tensor="1d", axes={"t": 2})
     expected, *_ = launched(tmp_path / "one")
     assert differences(rows, expected) == []
-    [event] = found
+    [event] = replannings
     assert event["reforms"] and event["times"] == SLOW_LINKS and event["chosen"] == "2 workers: data 1 -> 2, t 2 -> 1"
     assert event["gain"] == pytest.approx((event["now"] - event["then"]) * (14 - event["step"]))
     assert event["gain"] > event["cost"] > 0
@@ -60,6 +60,6 @@ def test_a_better_plan_is_taken_and_the_curve_stays(tmp_path, links):
 
 def test_a_plan_that_does_not_pay_is_left(tmp_path, links):
     links({"device": 3.0, "node": 1e-3, "network": 1.0})
-    rows, found, events = launched(tmp_path / "two", steps=9, tensor="1d", axes={"t": 2})
-    assert [event["reforms"] for event in found] == [False]
+    rows, replannings, events = launched(tmp_path / "two", steps=9, tensor="1d", axes={"t": 2})
+    assert [event["reforms"] for event in replannings] == [False]
     assert {row["generation"] for row in rows} == {1} and len(rows) == 9

@@ -27,11 +27,11 @@ OWN = Proof(
 
 def other(**changes):
     """A worker's on another node, which differs by `changes`."""
-    there = replace(copy.deepcopy(OWN), node="n2")
+    proof = replace(copy.deepcopy(OWN), node="n2")
     for key, value in changes.items():
         part, _, name = key.partition("__")
-        getattr(there, part)[name] = value
-    return there
+        getattr(proof, part)[name] = value
+    return proof
 
 
 def test_equal_proofs_say_nothing():
@@ -100,26 +100,26 @@ def test_source_is_hashed_by_content_and_name(tmp_path, monkeypatch):
 
 def test_a_proof_is_plain_and_names_what_cannot_be_read(config, tmp_path):
     config.checkpoint.every, config.checkpoint.resume = 1, str(tmp_path / "step-00000002-000001-aaaaaa")
-    found = describe_environment(config, tmp_path, "probe")
-    assert found.sees == dict.fromkeys(
+    proof = describe_environment(config, tmp_path, "probe")
+    assert proof.sees == dict.fromkeys(
         ("run.dir", "checkpoint.url", "checkpoint.resume"), "unreadable (FileNotFoundError)"
     )
     (tmp_path / "probe").write_text("x")
     assert len(describe_environment(config, tmp_path, "probe").sees["run.dir"]) == 12
-    assert found.versions == list_versions() and list_versions()["torch"].startswith("2.")
+    assert proof.versions == list_versions() and list_versions()["torch"].startswith("2.")
 
 
 def test_a_run_on_nodes_that_disagree_is_refused_and_leaves_nothing_behind(config):
     config.checkpoint.every = 1
-    there, before = Path(config.run.dir), descendants()
+    run_dir, before = Path(config.run.dir), descendants()
     with pytest.raises(ConfigError) as caught:
         run_fake(config, 2, "OnAnotherNode")
     assert gone(descendants() - before)
     directory, storage, code = caught.value.violations
-    assert directory.startswith(f"run.dir={there}: unreadable (FileNotFoundError) on node n2, ")
-    assert storage.startswith(f"checkpoint.url={there}/checkpoints: unreadable (FileNotFoundError) on node n2, ")
+    assert directory.startswith(f"run.dir={run_dir}: unreadable (FileNotFoundError) on node n2, ")
+    assert storage.startswith(f"checkpoint.url={run_dir}/checkpoints: unreadable (FileNotFoundError) on node n2, ")
     assert code.startswith("cluster: code of platform: 0123 on node n2, ")
-    assert not there.exists()
+    assert not run_dir.exists()
 
 
 def test_probes_are_gone_whether_it_agrees_or_fails(config, job, tmp_path, monkeypatch):

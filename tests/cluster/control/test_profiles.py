@@ -115,9 +115,9 @@ def test_clocks_of_machines_are_aligned_by_the_barriers(tmp_path):
         part(tmp_path, step, 1, 0, 10 * SECOND * step)
         part(tmp_path, step, 1, 1, 10 * SECOND * step + 7 * SECOND + late)
     trace = merged(tmp_path)
-    here, there = ([e["ts"] for e in spans(trace, "main thread", pid)] for pid in (1, 2))
-    assert [b - a for a, b in zip(here, there, strict=True)] == [0, 0, 1e6]
-    assert [b - a for a, b in pairwise(here)] == [10e6, 10e6]
+    first, second = ([e["ts"] for e in spans(trace, "main thread", pid)] for pid in (1, 2))
+    assert [b - a for a, b in zip(first, second, strict=True)] == [0, 0, 1e6]
+    assert [b - a for a, b in pairwise(first)] == [10e6, 10e6]
 
 
 def test_a_step_that_is_done_again_replaces(tmp_path):
@@ -140,9 +140,9 @@ def test_spans_that_cross_get_rows_of_their_own():
     times = [(0, 10), (2, 5), (4, 5), (6, 7), (12, 3)]
     events = [{"ph": "X", "tid": 7, "ts": start, "dur": length} for start, length in times]
     threads = {"7": "main thread"}
-    found = [(e["tid"], e["ts"], e["dur"]) for e in nest_events(events, threads)]
+    rows = [(e["tid"], e["ts"], e["dur"]) for e in nest_events(events, threads)]
     beside = 7 + 10**6
-    assert found == [(7, 0, 10), (7, 2, 5), (7, 4, 3), (beside, 6, 7), (7, 12, 3)], "rounded by up to two nanoseconds"
+    assert rows == [(7, 0, 10), (7, 2, 5), (7, 4, 3), (beside, 6, 7), (7, 12, 3)], "rounded by up to two nanoseconds"
     assert threads == {"7": "main thread", str(beside): "main thread, beside"}
 
 
@@ -153,10 +153,10 @@ def test_the_shortest_events_are_left_out_of_what_is_too_much():
 
 
 def test_a_predicted_step_ends_with_its_reduction_and_update():
-    found = build_predicted_spans(
+    predicted = build_predicted_spans(
         [("0F0", 0.0, 1.0), ("0B0", 1.0, 3.0)], 3.0, {"computing": 3.5, "optimizer": 0.5}, "optimizer"
     )
-    assert found == [("step", 0, 4), ("0F0", 0, 1), ("0B0", 1, 3), ("reduce", 3, 3.5), ("optimizer", 3.5, 4)]
+    assert predicted == [("step", 0, 4), ("0F0", 0, 1), ("0B0", 1, 3), ("reduce", 3, 3.5), ("optimizer", 3.5, 4)]
 
 
 def test_the_check_finds_what_a_viewer_would_not_show(tmp_path):

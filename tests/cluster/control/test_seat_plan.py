@@ -15,12 +15,12 @@ from platform.plan.layout import Mesh
 
 def cluster(sizes):
     """Members, by number, of nodes {path: how many}, dealt to the nodes in turn as Ray may start them."""
-    left, found = dict(sizes), {}
+    left, paths = dict(sizes), {}
     while any(left.values()):
         for path in (p for p in sizes if left[p]):
-            found[len(found)] = path
+            paths[len(paths)] = path
             left[path] -= 1
-    return found
+    return paths
 
 
 def nodes(*sizes):
@@ -29,8 +29,8 @@ def nodes(*sizes):
 
 def within(paths, seats, block):
     """The innermost tier that each block of consecutive ranks is in, as its depth; 0: none."""
-    found = [[paths[m] for m in seats[i : i + block]] for i in range(0, len(seats), block)]
-    return [next((d for d in range(len(b[0]), 0, -1) if len({p[:d] for p in b}) == 1), 0) for b in found]
+    blocks = [[paths[m] for m in seats[i : i + block]] for i in range(0, len(seats), block)]
+    return [next((d for d in range(len(b[0]), 0, -1) if len({p[:d] for p in b}) == 1), 0) for b in blocks]
 
 
 def test_neighbours_share_a_node_however_members_are_numbered():

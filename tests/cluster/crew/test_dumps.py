@@ -77,7 +77,7 @@ def test_files_that_are_no_stands_count_as_no_answer(tmp_path):
 
 def test_another_thread_sees_the_stacks_of_a_process():
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(frames_of_other_threads).result()
-    name, frames = next(iter(found.items()))
+        stacks = pool.submit(frames_of_other_threads).result()
+    name, frames = next(iter(stacks.items()))
     assert name.startswith("main thread (") and any("test_another_thread_sees" in frame for frame in frames)
     assert isinstance(read_flight_records(), dict)

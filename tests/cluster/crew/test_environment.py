@@ -33,13 +33,13 @@ def place(monkeypatch):
     for name in (*CUDA_ENVIRONMENT, *TENSOR_ENVIRONMENT, *DETERMINISTIC_ENVIRONMENT, *EVERYWHERE, *ALSO.values()):
         monkeypatch.delenv(name, raising=False)
 
-    def made(device="cuda", deterministic=False, t=2, zero=0):
+    def assign_seat(device="cuda", deterministic=False, t=2, zero=0):
         tensor = Tensor(scheme="1d", axes={"t": t})
         config = Config(train=Train(deterministic=deterministic), tensor=tensor, parallel=Parallel(zero=zero))
         job = Job(config, [{"data": 0}], device, Path("runs"))
         return assign_worker(job, 0, local_rank=0, local_world_size=1, group_rank=0)
 
-    return made
+    return assign_seat
 
 
 def entered(place, **own) -> dict[str, str]:
@@ -69,8 +69,8 @@ def test_one_hardware_queue_is_for_tensor_parallelism_alone(place):
 
 
 def test_a_deterministic_one_has_more_before_cuda_starts(place):
-    found = entered(place(deterministic=True))
-    assert (CUDA_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT).items() <= found.items()
+    environment = entered(place(deterministic=True))
+    assert (CUDA_ENVIRONMENT | DETERMINISTIC_ENVIRONMENT).items() <= environment.items()
     assert place("cpu", deterministic=True).defaults == EVERYWHERE
     assert entered(place(deterministic=True), NCCL_ALGO="Ring")["NCCL_ALGO"] == "Ring"
 
@@ -83,8 +83,8 @@ def test_what_the_user_has_set_wins_at_the_driver_and_at_the_worker(place, monke
     assert told["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:512"
     monkeypatch.undo()
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-    found = entered(place(), **own)
-    assert own.items() <= found.items() and "PYTORCH_ALLOC_CONF" not in found
+    environment = entered(place(), **own)
+    assert own.items() <= environment.items() and "PYTORCH_ALLOC_CONF" not in environment
 
 
 def test_a_policy_of_waiting_of_the_users_own_stays(place, monkeypatch):

@@ -26,9 +26,9 @@ def place(job):
 
 @pytest.fixture
 def server(job):
-    made = ForkServer(place(lambda size: job(size, "platform.cluster:Nothing")))
-    yield made
-    made.close()
+    fork_server = ForkServer(place(lambda size: job(size, "platform.cluster:Nothing")))
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture

@@ -82,8 +82,8 @@ def test_a_worker_that_failed_leaves_with_empty_hands(capsys):
     ],
 )
 def test_what_the_driver_gives_is_what_the_worker_gets(method, args):
-    found = convert_arguments(MethodType(method, object()), json.loads(encode_json(args)))
-    assert found == args and list(map(type, found)) == list(map(type, args))
+    converted = convert_arguments(MethodType(method, object()), json.loads(encode_json(args)))
+    assert converted == args and list(map(type, converted)) == list(map(type, args))
     with pytest.raises(Malformed):
         convert_arguments(MethodType(method, object()), [None])
 
@@ -109,8 +109,8 @@ def test_no_number_of_a_configuration_changes_its_type():
     config = Config()
     config.model.rope_theta = 10000
     sent = json.loads(encode_json([MemorySource(1, 2, Formation(config, None, [], [], []), [], [], [])]))
-    [found] = convert_arguments(MethodType(Worker.recover_state, object()), sent)
-    assert type(found.formed.config.model.rope_theta) is int
+    [source] = convert_arguments(MethodType(Worker.recover_state, object()), sent)
+    assert type(source.formed.config.model.rope_theta) is int
 
 
 def test_what_the_worker_answers_is_what_the_driver_gets():

@@ -30,28 +30,24 @@ def waits(seconds=1.0, **more):
 @pytest.fixture
 def sight(monkeypatch):
     monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0.0)
-    found = CallMonitor()
-    found.pending = {7, 8}
-    found.begin_call("step", "step(5)", RANKS, MEMBERS, {7, 8})
-    return found
+    monitor = CallMonitor()
+    monitor.pending = {7, 8}
+    monitor.begin_call("step", "step(5)", RANKS, MEMBERS, {7, 8})
+    return monitor
 
 
 def test_workers_are_asked_once_a_call_takes_long():
-    found, pending = CallMonitor(), {7, 8}
-    found._round = time.monotonic() + 100
-    found.begin_call("step", "step(5)", RANKS, MEMBERS, pending)
-    begun = found.call[1]
-    assert found.workers_to_ask(pending, begun + 1.9) == [] and sorted(found.workers_to_ask(pending, begun + 2.0)) == [
-        7,
-        8,
-    ]
-    assert (
-        found.workers_to_ask(pending, begun + 3.9) == [] and found.workers_to_ask(pending, begun + 4.0) == []
-    )  # both owe an answer
-    found.note_heartbeat(7, waits(), begun + 4.1, True)
-    assert found.workers_to_ask(pending, begun + 6.1) == [7] and found.seconds_to_wait(begun + 6.2) == pytest.approx(
-        1.9
-    )
+    monitor, pending = CallMonitor(), {7, 8}
+    monitor._round = time.monotonic() + 100
+    monitor.begin_call("step", "step(5)", RANKS, MEMBERS, pending)
+    begun = monitor.call[1]
+    assert monitor.workers_to_ask(pending, begun + 1.9) == []
+    assert sorted(monitor.workers_to_ask(pending, begun + 2.0)) == [7, 8]
+    assert monitor.workers_to_ask(pending, begun + 3.9) == []  # both owe an answer
+    assert monitor.workers_to_ask(pending, begun + 4.0) == []
+    monitor.note_heartbeat(7, waits(), begun + 4.1, True)
+    assert monitor.workers_to_ask(pending, begun + 6.1) == [7]
+    assert monitor.seconds_to_wait(begun + 6.2) == pytest.approx(1.9)
 
 
 def test_who_is_silent_waits_or_has_answered(sight):
@@ -69,9 +65,9 @@ def test_the_speed_of_a_link_is_that_of_its_busy_time(sight):
     for sent, busy in ((0, 1.0), (10**6, 1.5), (10**6 + 9, 1.6), (13 * 10**5, 4.6), (16 * 10**5, 7.6)):
         beat = waits(links=[TcpLink("10.0.0.1", "10.0.0.2", sent, busy, 5, 0.5)])
         sight.note_heartbeat(8, beat, time.monotonic(), False)
-    [found] = sight.list_links()
-    assert (found.node, found.there, found.best, found.queued) == ("elsewhere", "10.0.0.2", 2e6, 5)
-    assert found.rate == pytest.approx(1e5, rel=0.05)
+    [link] = sight.list_links()
+    assert (link.node, link.there, link.best, link.queued) == ("elsewhere", "10.0.0.2", 2e6, 5)
+    assert link.rate == pytest.approx(1e5, rel=0.05)
 
 
 def test_a_heartbeat_says_where_a_worker_stands_still(monkeypatch):
@@ -102,10 +98,10 @@ def test_links_are_counted_by_the_kernel(monkeypatch):
             assert len(peer.recv(1000, socket.MSG_WAITALL)) == 1000
             deadline = time.monotonic() + 5
             while time.monotonic() < deadline:
-                found = next(link for link in read_tcp_links() if link.here == "127.0.0.2")
-                if found.sent >= 1000 and not found.queued:
+                connection = next(link for link in read_tcp_links() if link.here == "127.0.0.2")
+                if connection.sent >= 1000 and not connection.queued:
                     break
-            assert (found.there, found.queued) == ("127.0.0.1", 0) and found.sent >= 1000
+            assert (connection.there, connection.queued) == ("127.0.0.1", 0) and connection.sent >= 1000
     monkeypatch.setattr(progress, "open_sockets", lambda: {99999: 0})
     assert read_tcp_links() == []
 
@@ -120,9 +116,9 @@ def test_the_pulse_writes_what_is_seen(tmp_path, monkeypatch, sight):
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)
-        found = read_live_state(tmp_path)
-    assert (found.step, found.call, found.doing, found.pending) == (4, "step(5)", "training", 2)
-    assert [worker.number for worker in found.workers] == [7, 8] and abs(found.time - time.time()) < 60
+        state = read_live_state(tmp_path)
+    assert (state.step, state.call, state.doing, state.pending) == (4, "step(5)", "training", 2)
+    assert [worker.number for worker in state.workers] == [7, 8] and abs(state.time - time.time()) < 60
     assert json.loads((tmp_path / "live.json").read_text())["usual"] == 0.5
 
 
@@ -138,11 +134,11 @@ def test_a_pulse_on_a_disk_that_does_not_answer_ends(tmp_path, monkeypatch):
 
 
 def far(method: str, *beats: tuple[int, int]) -> tuple[float, float]:
-    found = CallMonitor()
-    found.begin_call(method, f"{method}()", RANKS, MEMBERS, {7, 8})
+    monitor = CallMonitor()
+    monitor.begin_call(method, f"{method}()", RANKS, MEMBERS, {7, 8})
     for number, (done, total) in zip((7, 8), beats, strict=False):
-        found.note_heartbeat(number, waits(done=done, total=total), time.monotonic(), True)
-    return found._progress_of_call(method)
+        monitor.note_heartbeat(number, waits(done=done, total=total), time.monotonic(), True)
+    return monitor._progress_of_call(method)
 
 
 def test_how_far_a_call_is_by_its_heartbeats():

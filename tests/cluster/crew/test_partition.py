@@ -23,8 +23,8 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=2", "--
 def can_make_namespaces():
     if os.geteuid() or not all(map(shutil.which, NEEDED)):
         return False
-    made = subprocess.run(["ip", "netns", "add", SPACE], capture_output=True)
-    return not subprocess.run(["ip", "netns", "del", SPACE], capture_output=True).returncode and not made.returncode
+    added = subprocess.run(["ip", "netns", "add", SPACE], capture_output=True)
+    return not subprocess.run(["ip", "netns", "del", SPACE], capture_output=True).returncode and not added.returncode
 
 
 pytestmark = [

@@ -89,8 +89,8 @@ def test_machines_go_and_come(two_machines, job, monkeypatch):
     assert resources.await_worker_places(Cluster(kind="ray"), 3, print).device == "cpu"
     with open_crew("ray", job(3)) as crew:  # two on one machine, one on the other
         nodes = {number: member.node.rpartition("/")[2] for number, member in crew.ready_members_by_number.items()}
-        there = {number for number, node in nodes.items() if node == other.node_id}
-        assert len(there) in (1, 2) and crew.leaving_members == set()
+        on_other = {number for number, node in nodes.items() if node == other.node_id}
+        assert len(on_other) in (1, 2) and crew.leaving_members == set()
 
         crew.hire_workers(3)  # there is room for one
         wait(lambda: len(crew.ready_members_by_number) == 4)

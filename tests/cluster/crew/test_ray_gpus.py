@@ -25,16 +25,16 @@ def two_machines_with_gpus():
 
 
 def test_each_actor_has_a_gpu_of_its_own(two_machines_with_gpus, job):
-    made = replace(job(4, "tests.doubles.gpu_worker:GpuWorker"), device="cuda")
-    made.config.cluster.kind, made.config.cluster.runtime_env = "ray", {"env_vars": {"HABIT": "own"}}
-    wanted = Cluster(kind="ray", device="cuda", runtime_env=made.config.cluster.runtime_env)
+    gpu_job = replace(job(4, "tests.doubles.gpu_worker:GpuWorker"), device="cuda")
+    gpu_job.config.cluster.kind, gpu_job.config.cluster.runtime_env = "ray", {"env_vars": {"HABIT": "own"}}
+    wanted = Cluster(kind="ray", device="cuda", runtime_env=gpu_job.config.cluster.runtime_env)
     assert resources.count_available_workers(wanted) == 4
     with pytest.raises(ConfigError, match="needs 5 GPUs"):
         resources.await_worker_places(wanted, 5, print)
     assert resources.await_worker_places(wanted, 4, print).device == "cuda"
-    with open_crew("ray", made) as crew:
-        crew.assign_ranks(made, sorted(crew.ready_members_by_number))
-        crew.call_ranks("form", ByRank(range(4)), 4, made.config, crew.store, 1, [0])
+    with open_crew("ray", gpu_job) as crew:
+        crew.assign_ranks(gpu_job, sorted(crew.ready_members_by_number))
+        crew.call_ranks("form", ByRank(range(4)), 4, gpu_job.config, crew.store, 1, [0])
         places = crew.call_ranks("place")
     seats = {(place["GROUP_RANK"], place["CUDA_VISIBLE_DEVICES"]) for place in places}
     assert seats == {(node, gpu) for node in "01" for gpu in "01"}, "a GPU of a node has one worker"

@@ -47,8 +47,8 @@ def of(job, size, cluster, wait=0.1):
 def until(what, wanted, seconds=60):
     """`seconds` only bound a failing test."""
     deadline = time.monotonic() + seconds
-    while (found := what()) != wanted:
-        assert time.monotonic() < deadline, found
+    while (observed := what()) != wanted:
+        assert time.monotonic() < deadline, observed
         time.sleep(0.05)
 
 
@@ -81,9 +81,9 @@ def test_placement_and_labels(zones, joined, job, monkeypatch):
     refused(3, "3 times {'CPU': 1.0}, all on one node, 0 of 3 there")
     for zone, other in ("ab", "ba"):
         cluster.labels = {"zone": f"!in({other}, c)"}
-        there = ray_actors._choose_nodes(of(job, 2, cluster), 2)
-        assert there == [zones[zone]] * 2
-        assert located([ray_actors._create_actor(of(job, 2, cluster), node) for node in (there[0], "")]) == there
+        chosen = ray_actors._choose_nodes(of(job, 2, cluster), 2)
+        assert chosen == [zones[zone]] * 2
+        assert located([ray_actors._create_actor(of(job, 2, cluster), node) for node in (chosen[0], "")]) == chosen
     until(lambda: resources.count_available_workers(Cluster(kind="ray")), 4)  # the actors' places are free again
     assert resources.count_available_workers(cluster) == 2
     with pytest.raises(
@@ -120,8 +120,8 @@ def asked():
     """What the autoscaler is asked for: number of bundles of each kind."""
     from ray.experimental import internal_kv
 
-    found = json.loads(internal_kv._internal_kv_get("autoscaler_resource_request") or b"[]")
-    return {json.dumps(bundle): found.count(bundle) for bundle in found}
+    bundles = json.loads(internal_kv._internal_kv_get("autoscaler_resource_request") or b"[]")
+    return {json.dumps(bundle): bundles.count(bundle) for bundle in bundles}
 
 
 def test_the_demands_of_two_runs_add_up(zones, joined, monkeypatch):

@@ -21,15 +21,15 @@ def listening(processes):
     for process in processes:
         for file in Path(f"/proc/{process}/fd").iterdir():
             with suppress(OSError):  # it was closed meanwhile
-                if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
-                    inodes[found[1]] = process
-    found = set()
+                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(file)):
+                    inodes[match[1]] = process
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:
-                found.add(words[1].partition(":")[0])
-    return found
+                addresses.add(words[1].partition(":")[0])
+    return addresses
 
 
 def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_files(job, monkeypatch):
@@ -38,8 +38,8 @@ def test_an_embedded_ray_listens_on_loopback_asks_for_a_token_and_hides_its_file
         folder = Path(crew._launcher._path).parent
         loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
         ours = {*leftovers.find_processes_of_directory(str(folder)), *descendants(), os.getpid()}
-        found = listening(ours)
-        assert found and found <= loopback | before, found
+        addresses = listening(ours)
+        assert addresses and addresses <= loopback | before, addresses
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists() and "RAY_AUTH_MODE" not in os.environ
 

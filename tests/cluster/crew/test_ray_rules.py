@@ -88,16 +88,16 @@ def test_what_the_job_says_too_is_refused_as_ray_would_but_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("told", "found"),
+    ("told", "expected"),
     [
         (json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}), {"working_dir": "gcs://x.zip"}),
         ('{"metadata": {}}', {}), ('{"runtime_env": null}', {}), ("{", {}), ("[]", {}), (None, {}),
     ],
 )  # fmt: skip
-def test_a_job_tells_its_environment(told, found):
+def test_a_job_tells_its_environment(told, expected):
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as NAME  # noqa: N812
 
-    assert (ray_job_config({NAME: told} if told else {}).get("runtime_env") or {}) == found
+    assert (ray_job_config({NAME: told} if told else {}).get("runtime_env") or {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_an_experiment_sets_for_ray_is_dropped_elsewhere(tmp_path):
     cluster = "{labels: {zone: a}, placement: spread, runtime_env: {pip: [x]}}"
     text = f"# @package _global_\ndefaults:\n  - gpt_quick\n  - override /cluster: ray\ncluster: {cluster}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
-    there = compose_config(["+experiment=mine"], str(tmp_path)).cluster
-    assert (there.labels, there.placement, there.runtime_env) == ({"zone": "a"}, "spread", {"pip": ["x"]})
-    here = compose_config(["+experiment=mine", "cluster=processes"], str(tmp_path)).cluster
-    assert (here.labels, here.placement, here.runtime_env) == ({}, "pack", {})
+    on_ray = compose_config(["+experiment=mine"], str(tmp_path)).cluster
+    assert (on_ray.labels, on_ray.placement, on_ray.runtime_env) == ({"zone": "a"}, "spread", {"pip": ["x"]})
+    on_processes = compose_config(["+experiment=mine", "cluster=processes"], str(tmp_path)).cluster
+    assert (on_processes.labels, on_processes.placement, on_processes.runtime_env) == ({}, "pack", {})

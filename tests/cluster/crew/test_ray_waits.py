@@ -18,11 +18,11 @@ def pass_time(monkeypatch):
 
 def test_a_slow_start_is_waited_for_and_said(job, pass_time, caplog):
     caplog.set_level(logging.INFO, "platform.cluster")
-    there = iter([0, 0, 0, 0, 0, 0, 0, 3, 4])  # after 80 s
+    counts = iter([0, 0, 0, 0, 0, 0, 0, 3, 4])  # after 80 s
 
     def ready(seconds):
         pass_time(seconds)
-        return next(there)
+        return next(counts)
 
     ray_actors._await_workers(job(4), ready, 4)
     said = [record.getMessage() for record in caplog.records]

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("warm_server")
 def left(tmp_path, generation, count, seconds):
     """How many members have left by themselves, after at most this time."""
     deadline = time.monotonic() + seconds
-    while (found := len([*tmp_path.glob(f"left-{generation}-*")])) < count and time.monotonic() < deadline:
+    while (departed := len([*tmp_path.glob(f"left-{generation}-*")])) < count and time.monotonic() < deadline:
         time.sleep(0.01)
-    return found
+    return departed
 
 
 def test_survivors_free_each_other(job, tmp_path):

@@ -15,8 +15,8 @@ MESH = {"stage": 1, "data": 2, "t": 2}
 
 
 def between(before, after):
-    there, here = compose_config([QUICK, "run.dir=a", *before]), compose_config([QUICK, "run.dir=a", *after])
-    return find_changed_keys(there.to_dict(), None, here, MESH)
+    old, new = compose_config([QUICK, "run.dir=a", *before]), compose_config([QUICK, "run.dir=a", *after])
+    return find_changed_keys(old.to_dict(), None, new, MESH)
 
 
 def test_nothing_changed():
@@ -24,49 +24,47 @@ def test_nothing_changed():
 
 
 def test_every_key_by_its_name():
-    found = between(
+    changed = between(
         ["train.stop_at=3"], ["monitor=wandb", "checkpoint.every=5", "elastic.min_workers=0", "train.steps=7"]
     )
     steps = compose_config([QUICK]).train.steps
-    assert found == {
+    assert changed == {
         "checkpoint.every": (0, 5), "monitor.kind": ("console", "wandb"), "train.steps": (steps, 7),
         "train.stop_at": (3, 0),
     }  # fmt: skip
 
 
 def test_a_schemes_name_stands_for_its_table():
-    found = between([], ["tensor=3d", "tensor.axes.y=2", "branch=dsp", "branch.axes.g=2"])
-    assert found.keys() == {"tensor.scheme", "tensor.axes.t", "tensor.axes.y", "branch.kind", "branch.axes.g"}
-    assert found["tensor.axes.t"] == (2, None)
-    there, here = compose_config([QUICK]), compose_config([QUICK])
-    here.tensor.regions = copy.deepcopy(there.tensor.regions) | {"mlp": {"d_ff": ["t"], "length": ["t"]}}
-    assert find_changed_keys(there.to_dict(), None, here, MESH) == {
+    changed = between([], ["tensor=3d", "tensor.axes.y=2", "branch=dsp", "branch.axes.g=2"])
+    assert changed.keys() == {"tensor.scheme", "tensor.axes.t", "tensor.axes.y", "branch.kind", "branch.axes.g"}
+    assert changed["tensor.axes.t"] == (2, None)
+    old, new = compose_config([QUICK]), compose_config([QUICK])
+    new.tensor.regions = copy.deepcopy(old.tensor.regions) | {"mlp": {"d_ff": ["t"], "length": ["t"]}}
+    assert find_changed_keys(old.to_dict(), None, new, MESH) == {
         "tensor.regions.mlp.length": (None, ["t"])
     }  # the file changed
 
 
 def test_how_it_is_gone_on_is_no_change_and_no_secret_is_shown():
-    there, here = compose_config([QUICK]), compose_config([QUICK, "checkpoint.resume=/elsewhere", "run.dir=other"])
-    there.checkpoint.url, here.checkpoint.url = "s3://bucket/a", "s3://me:secret@bucket/a"
-    here.resume.allow = ["optimizer.lr"]
-    assert find_changed_keys(there.to_dict(), None, here, MESH) == {}
-    here.checkpoint.url = "s3://me:secret@bucket/b"
-    assert find_changed_keys(there.to_dict(), None, here, MESH) == {
-        "checkpoint.url": ("s3://bucket/a", "s3://bucket/b")
-    }
+    old, new = compose_config([QUICK]), compose_config([QUICK, "checkpoint.resume=/elsewhere", "run.dir=other"])
+    old.checkpoint.url, new.checkpoint.url = "s3://bucket/a", "s3://me:secret@bucket/a"
+    new.resume.allow = ["optimizer.lr"]
+    assert find_changed_keys(old.to_dict(), None, new, MESH) == {}
+    new.checkpoint.url = "s3://me:secret@bucket/b"
+    assert find_changed_keys(old.to_dict(), None, new, MESH) == {"checkpoint.url": ("s3://bucket/a", "s3://bucket/b")}
 
 
 def test_a_checkpoint_from_elsewhere(tmp_path):
-    there, here = compose_config([QUICK]), compose_config([QUICK, "optimizer.lr=0.5"])
+    old, new = compose_config([QUICK]), compose_config([QUICK, "optimizer.lr=0.5"])
     plan = {"mesh": {"stage": 1, "data": 4}}
-    meta = Meta(1, 16, 0, "c", run_identity(there), "", plan)
-    found = find_changed_keys(None, meta, here, MESH)
-    rate = (there.optimizer.lr, 0.5)
-    assert found == {"optimizer.lr": rate, "mesh.data": (4, 2), "mesh.t": (None, 2)}
+    meta = Meta(1, 16, 0, "c", run_identity(old), "", plan)
+    changed = find_changed_keys(None, meta, new, MESH)
+    rate = (old.optimizer.lr, 0.5)
+    assert changed == {"optimizer.lr": rate, "mesh.data": (4, 2), "mesh.t": (None, 2)}
     journal, said = Journal(tmp_path / "journal.jsonl"), []
     report_changed_keys({}, journal, said.append)
     assert JsonLines.read_objects(tmp_path / "journal.jsonl") == [] == said
-    report_changed_keys(found, journal, said.append)
+    report_changed_keys(changed, journal, said.append)
     (event,) = JsonLines.read_objects(tmp_path / "journal.jsonl")
     assert (event["event"], event["keys"]["mesh.t"]) == ("changed", [None, 2])
     assert said[0] == f"changed  optimizer.lr: {rate[0]} there, 0.5 here" and len(said) == 3

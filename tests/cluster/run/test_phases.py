@@ -17,18 +17,18 @@ def test_every_phase_has_a_field_and_every_event_of_one_exists():
 def test_the_first_time_counts_and_of_the_last_step_the_last(monkeypatch):
     clock = iter(range(100, 200))
     monkeypatch.setattr(shown_commands, "monotonic", lambda: float(next(clock)))
-    found = PhaseTimes(99.0)
-    found.reach_phase("composed")
-    found.reach_phase("first_process", 100.5)
+    times = PhaseTimes(99.0)
+    times.reach_phase("composed")
+    times.reach_phase("first_process", 100.5)
     for word in ("forming", "formed", "running", "first_step", "failure", "forming", "formed"):
-        found.note_event(word)  # the clock is read again, and what is known stays
-    found.note_last_step()
-    found.note_last_step()
-    assert found.seconds == {
+        times.note_event(word)  # the clock is read again, and what is known stays
+    times.note_last_step()
+    times.note_last_step()
+    assert times.seconds == {
         "composed": 1.0, "first_process": 1.5, "ready": 2.0, "formed": 3.0, "running": 4.0, "first_step": 5.0,
         "last_step": 9.0,
     }  # fmt: skip
-    shown = shown_commands.phase_table(found.seconds).splitlines()
+    shown = shown_commands.phase_table(times.seconds).splitlines()
     assert [line.split()[:3] for line in shown[1:3]] == [
         ["1.00", "1.00", "composed:"],
         ["0.50", "1.50", "first_process:"],

@@ -65,12 +65,12 @@ def test_another_identity_is_refused_by_name_and_nothing_is_touched(directory, c
 
 
 def test_what_is_allowed_to_change_is_the_runs_identity_from_then_on(directory, config):
-    with directory.claim(config, {}) as there:
-        assert there is None
+    with directory.claim(config, {}) as earlier:
+        assert earlier is None
     was = config.to_dict()
     config.optimizer.lr, config.resume.allow = 0.25, ["optimizer.lr"]
-    with directory.claim(config, {}) as there:
-        assert there == was
+    with directory.claim(config, {}) as earlier:
+        assert earlier == was
     config.resume.allow = []
     directory.check_identity(config)
     config.optimizer.lr = 0.001
@@ -171,8 +171,8 @@ def test_a_run_is_its_users_alone_unless_the_directory_was_there(directory, conf
             assert modes(directory) == {"": 0o750, "logs": 0o700}
         storage = open_storage(str(directory.path / "checkpoints"))
         storage.write("step-1/manifest.json", [memoryview(b"{}")])
-        made = [directory.path / "checkpoints", directory.path / "checkpoints/step-1"]
-        assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+        paths = [directory.path / "checkpoints", directory.path / "checkpoints/step-1"]
+        assert {path.stat().st_mode & 0o777 for path in paths} == {0o700}
     finally:
         os.umask(before)
 

@@ -126,8 +126,8 @@ def test_a_torn_last_line_and_an_old_plan_are_in_nobodys_way(run, config):
     with pytest.raises(ConfigError, match="late"), RunDirectory(run).claim(config, {}):
         raise ConfigError("late")
     assert (run / "plan.json").read_bytes() == b"\xff\xfe"
-    with RunDirectory(run).claim(config, {}) as there:
-        assert there == config.to_dict()
+    with RunDirectory(run).claim(config, {}) as earlier:
+        assert earlier == config.to_dict()
 
 
 @pytest.mark.parametrize("value", [float("inf"), 1e-9, 3])

@@ -60,10 +60,10 @@ def at_once(monkeypatch):
 @pytest.fixture
 def signals(monkeypatch):
     """Those of the drivers so far."""
-    found = []
+    entered = []
     enter = StopSignals.__enter__
-    monkeypatch.setattr(StopSignals, "__enter__", lambda self: found.append(self) or enter(self))
-    return found
+    monkeypatch.setattr(StopSignals, "__enter__", lambda self: entered.append(self) or enter(self))
+    return entered
 
 
 @pytest.fixture

@@ -266,9 +266,9 @@ def test_lines_are_kept_within_a_bound(tmp_path, monkeypatch, capsys):
         assert len(lines.unwritten_records) == 10
         disk.uncover()
         lines.append({"n": 100})
-        found = [row["n"] for row in json_records.JsonLines.read_objects(disk.path / "x.jsonl")]
+        numbers = [row["n"] for row in json_records.JsonLines.read_objects(disk.path / "x.jsonl")]
         lines.close()
-    assert found == [0, *range(90, 101)] or found[0] == 0 and found[-1] == 100 and len(found) <= 12
+    assert numbers == [0, *range(90, 101)] or numbers[0] == 0 and numbers[-1] == 100 and len(numbers) <= 12
     assert capsys.readouterr().out.count("cannot be written") == 1
 
 

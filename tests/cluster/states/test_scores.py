@@ -32,11 +32,11 @@ class Questions:
 @pytest.fixture
 def questions(config, monkeypatch):
     config.eval.every, config.eval.tasks, config.eval.task_samples = 2, ["ends"], 7
-    found = Questions()
-    monkeypatch.setattr(driver, "open_tasks", lambda config: RunTasks(config, found))
+    source = Questions()
+    monkeypatch.setattr(driver, "open_tasks", lambda config: RunTasks(config, source))
     monkeypatch.setattr(driver, "violations_of_tasks", lambda config: [])
     monkeypatch.setattr(RunTasks, "check_vocabulary", lambda tasks, vocabulary: None)
-    return found
+    return source
 
 
 def scores(config):

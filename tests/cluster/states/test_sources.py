@@ -83,9 +83,9 @@ def test_the_last_resort_is_the_run_s_own_checkpoint(config, drive, at_once, res
     """Not one that lay there, and not where it began."""
     config.elastic.snapshot_every, config.checkpoint.every, config.checkpoint.url = 0, 5, str(tmp_path / "there")
     assert drive() == 0  # leaves steps 5 and 6
-    found = sorted(path for path in (tmp_path / "there").glob("step-*"))
+    saved = sorted(path for path in (tmp_path / "there").glob("step-*"))
     config.run.dir, config.checkpoint.every = str(tmp_path / "second"), 2
-    config.checkpoint.resume = resume if resume == "never" else str(found[0])
+    config.checkpoint.resume = resume if resume == "never" else str(saved[0])
     first = 1 if resume == "never" else 6
     if resume == "never":
         assert drive({"step(4)": [{1: BOOM}], "step(2)": [{0: Dead}]}) == 0

@@ -38,10 +38,10 @@ def test_messages_survive_any_cutting():
     messages = [{"a": [1.5, math.inf, -math.inf]}, {"b": "é" * 5000}, {}]
     stream = b"".join(map(encode_message, messages))
     for size in (1, 7, 4096, len(stream)):
-        decoder, found = Unframer(), []
+        decoder, decoded = Unframer(), []
         for at in range(0, len(stream), size):
-            found += decoder.split_messages(stream[at : at + size])
-        assert found == messages
+            decoded += decoder.split_messages(stream[at : at + size])
+        assert decoded == messages
     [nan] = Unframer().split_messages(encode_message({"x": math.nan}))
     assert math.isnan(nan["x"])
     with pytest.raises(TypeError):

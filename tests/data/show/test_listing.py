@@ -34,8 +34,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def view_of(folder: Path, kind: str, *given, **more) -> StepView:  # noqa: F811
-    c = configured(folder, kind, *given, **more)
+def view_of(folder: Path, kind: str, *scheme, **more) -> StepView:  # noqa: F811
+    c = configured(folder, kind, *scheme, **more)
     return shown(c, make_plan(c), 1)
 
 
@@ -79,10 +79,10 @@ def test_colours_are_for_terminals_that_want_them(folder, screen, monkeypatch): 
 def test_every_plan_gives_the_same_listing(folder, screen):  # noqa: F811
     plans = [((), {}), (("1d", {"t": 2}), {"data": 2}), ((), {"context": 2}), ((), {"pipeline": "gpipe", "stages": 2})]
     lists = []
-    for given, more in plans:
-        every = list_sequences(view_of(folder, "packed", *given, **more), io.StringIO(), whole=True)
+    for scheme, more in plans:
+        every = list_sequences(view_of(folder, "packed", *scheme, **more), io.StringIO(), whole=True)
         lists.append([re.sub("; microbatch.*", "", line) for line in every if not line.startswith(("plan", "work"))])
-    assert all(found == lists[0] for found in lists[1:]) and len(lists[0]) >= 3 + 2 * 8
+    assert all(listing == lists[0] for listing in lists[1:]) and len(lists[0]) >= 3 + 2 * 8
 
 
 @pytest.mark.parametrize("kind", ["text", "packed", "talks", "masked", "spans", "pairs"])
@@ -92,46 +92,48 @@ def test_pieces_are_the_tokens_and_what_of_them_is_learned(folder, kind):  # noq
     corpus, texts, begin = view.corpus, TokenTexts(view.corpus), view.corpus.special.begin
     learned = 0
     for sequence in view.read_sequences(0, view.num_sequences):
-        given = {name: row.tolist() for name, row in sequence.tensors.items()}
+        tensors = {name: row.tolist() for name, row in sequence.tensors.items()}
         lines = build_sequence_fragments(sequence, texts, begin)
         pieces = lines[""]
-        wanted = [label for label in given["labels"] if label >= 0]
+        wanted = [label for label in tensors["labels"] if label >= 0]
         learned += len(wanted)
         assert [p.text for p in pieces if p.kind == LEARNED] == texts.spell_tokens(wanted)
-        hidden = [t for t, label in zip(given["tokens"], given["labels"], strict=True) if label >= 0 and t != label]
+        hidden = [t for t, label in zip(tensors["tokens"], tensors["labels"], strict=True) if label >= 0 and t != label]
         assert [p.text for p in pieces if p.kind == HIDDEN] == (texts.spell_tokens(hidden) if kind == "masked" else [])
         ids = [int(re.match(r"token (\d+)", p.about)[1]) for p in pieces if p.kind in TOKENS]
         if kind == "masked":
-            assert ids == [t if label < 0 else label for t, label in zip(given["tokens"], given["labels"], strict=True)]
+            assert ids == [
+                t if label < 0 else label for t, label in zip(tensors["tokens"], tensors["labels"], strict=True)
+            ]
         elif kind in ("text", "talks", "spans", "pairs"):
-            read = [t for t in given["tokens"] if t >= 0]
+            read = [t for t in tensors["tokens"] if t >= 0]
             assert ids[: len(read)] == read and len(ids) <= len(read) + 1
-        if "source" in given:
+        if "source" in tensors:
             assert [p.text for p in lines["source"] if p.kind == READ] == texts.spell_tokens(
-                [t for t in given["source"] if t >= 0]
+                [t for t in tensors["source"] if t >= 0]
             )
             assert not any(p.kind == BORDER for p in pieces)
         if kind == "packed":
-            starts = [i for i, place in enumerate(given["positions"]) if place == 0 and given["tokens"][i] >= 0]
+            starts = [i for i, place in enumerate(tensors["positions"]) if place == 0 and tensors["tokens"][i] >= 0]
             assert {i for i in starts if i} <= {p_at for p_at in borders(pieces)}
     assert learned == view.num_labels == corpus.predicted("train", *view.taken.samples)
 
 
 def borders(pieces) -> list[int]:
     """The tokens before each border."""
-    found, count = [], 0
+    places, count = [], 0
     for piece in pieces:
-        found += [count] if piece.kind == BORDER else []
+        places += [count] if piece.kind == BORDER else []
         count += piece.kind in TOKENS
-    return found
+    return places
 
 
 def test_a_character_in_several_tokens_is_shown_once(tmp_path, folder):  # noqa: F811
     c = hostile(tmp_path, folder)
     corpus = open_run_corpus(c)
     for text in ("a 😀 é b", "漢字", "plain"):
-        found = TokenTexts(corpus).spell_tokens(corpus.encode(text))
-        assert "".join(found) == text and len(found) == len(corpus.encode(text))
+        spelt = TokenTexts(corpus).spell_tokens(corpus.encode(text))
+        assert "".join(spelt) == text and len(spelt) == len(corpus.encode(text))
 
 
 def hostile(tmp_path: Path, folder: Path) -> Config:  # noqa: F811

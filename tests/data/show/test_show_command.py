@@ -20,7 +20,7 @@ from tests.harness.commands import QUICK, SMALL
 
 
 @pytest.fixture
-def given(folder, monkeypatch):  # noqa: F811
+def arguments(folder, monkeypatch):  # noqa: F811
     """The arguments of a small run on a text."""
     monkeypatch.setenv("LINES", "40")
     monkeypatch.chdir(folder)
@@ -29,9 +29,9 @@ def given(folder, monkeypatch):  # noqa: F811
 
 
 @pytest.fixture
-def run(given, tmp_path) -> Path:
+def run(arguments, tmp_path) -> Path:
     """A run that lost half of its workers after step 4, and whose steps after 6 are to come."""
-    c = compose_config(given)
+    c = compose_config(arguments)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(c.to_dict()))
     fewer = replan(c, 2)
     assert fewer
@@ -59,11 +59,11 @@ def sequences(lines: list[str]) -> list[str]:
     return [line.partition("; microbatch")[0] for line in lines if line.startswith("  ")]
 
 
-def test_a_run_is_shown_as_it_went(given, run, capsys):
+def test_a_run_is_shown_as_it_went(arguments, run, capsys):
     """Before and after it went on with half of the workers: the samples stay, who reads them does not."""
     listed = {step: printed(capsys, run, f"step={step}", "--all")[1] for step in (4, 5, 6, 7)}
     for step, lines in listed.items():
-        assert sequences(lines) == sequences(printed(capsys, *given, f"step={step}", "--all")[1]), step
+        assert sequences(lines) == sequences(printed(capsys, *arguments, f"step={step}", "--all")[1]), step
     who = {step: {line.partition("microbatch ")[2] for line in lines} - {""} for step, lines in listed.items()}
     assert "3, data 1 (ranks 2-3)" not in who[4] and "1, data 1 (ranks 2-3)" in who[4]
     assert "3, ranks 0-1" in who[5] and not any("data" in reader for reader in who[5])
@@ -72,21 +72,21 @@ def test_a_run_is_shown_as_it_went(given, run, capsys):
     assert printed(capsys, run)[1][0].startswith("step 6 of 9 ")
 
 
-def test_what_is_wrong_is_said_in_a_line(given, run, capsys, tmp_path):
+def test_what_is_wrong_is_said_in_a_line(arguments, run, capsys, tmp_path):
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     for words, line in (
-        ([*given, "step=10"], "config: step=10: must be from 1 to train.steps=9; nearest legal: 9"),
-        ([*given, "step=0"], "config: step=0: must be from 1 to train.steps=9; nearest legal: 1"),
-        ([*given, "step=two"], "config: step=two: must be the number of a training step; nearest legal: 1"),
-        ([*given, "--sample=8"], "config: --sample=8: must be from 0 to 7; nearest legal: 7"),
+        ([*arguments, "step=10"], "config: step=10: must be from 1 to train.steps=9; nearest legal: 9"),
+        ([*arguments, "step=0"], "config: step=0: must be from 1 to train.steps=9; nearest legal: 1"),
+        ([*arguments, "step=two"], "config: step=two: must be the number of a training step; nearest legal: 1"),
+        ([*arguments, "--sample=8"], "config: --sample=8: must be from 0 to 7; nearest legal: 7"),
         ([run, "step=11"], "config: step=11: must be from 1 to train.steps=9; nearest legal: 9"),
         (
             [run, "train.steps=4"],
             f"config: argument=train.steps=4: {run} says all but the step; nearest legal: {run} step=N",
         ),
         ([nothing], f"config: run.dir={nothing}: holds no run"),
-        ([*given, "--html", nothing / "no" / "page"], "--html"),
+        ([*arguments, "--html", nothing / "no" / "page"], "--html"),
     ):
         status, out, err = printed(capsys, *words)
         assert (status, len(err), out) == (2, 1, []) and err[0].startswith("config: ") and line in err[0], err
@@ -95,14 +95,14 @@ def test_what_is_wrong_is_said_in_a_line(given, run, capsys, tmp_path):
     assert status == 2 and "is not a run's" in err[0]
 
 
-def test_a_page_is_written(given, capsys, tmp_path):
-    status, out, _ = printed(capsys, *given, "--html", tmp_path / "page.html")
+def test_a_page_is_written(arguments, capsys, tmp_path):
+    status, out, _ = printed(capsys, *arguments, "--html", tmp_path / "page.html")
     assert (status, out) == (0, [str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").read_text().count("<article>") == 8
 
 
-def test_it_does_not_wait_for_torch(given):
-    code = f"import sys; from platform.data.__main__ import main; main({['show', *given]!r})"
+def test_it_does_not_wait_for_torch(arguments):
+    code = f"import sys; from platform.data.__main__ import main; main({['show', *arguments]!r})"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "False", done.stderr

@@ -60,12 +60,12 @@ def data_of(folder: Path, kind: str) -> dict[str, Any]:
     }[kind]
 
 
-def configured(folder: Path, kind: str, *given: Any, **more: Any) -> Config:
+def configured(folder: Path, kind: str, *scheme: Any, **more: Any) -> Config:
     """A small model on one kind of data under a plan."""
     model = {"masked": {"kind": "encoder"}}.get(kind, {})
     if kind in ("spans", "pairs"):
         model = {"kind": "encoder_decoder", "source_length": 32}
-    c = configure(*given, **SMALL, **model, **more)
+    c = configure(*scheme, **SMALL, **model, **more)
     own = {key: value for key, value in data_of(folder, kind).items() if key in Data.__dataclass_fields__}
     c.data = Data(**own, cache=str(folder / "cache"))
     c.model.within_documents = c.data.document_mask
@@ -94,19 +94,19 @@ def shown(c: Config, plan: Plan, step: int) -> StepView:
 
 def trained(c: Config, plan: Plan, step: int, monkeypatch) -> list[tuple[int, int, str, Any, Any]]:
     """What ranks read in a step: (rank, first sequence, data tensor, layout, its block)."""
-    found, load = [], StagePasses.load_input_blocks
+    blocks_read, load = [], StagePasses.load_input_blocks
 
     def noted(passes: StagePasses, split: str, first: int, end: int | None = None, chunk: Any = None) -> Any:
         blocks = load(passes, split, first, end, chunk)
         rank = plan.mesh.find_rank(passes.communicator.coordinates)
         for name, readers in (passes._parts[chunk.number] if chunk else passes.stage).reader_layouts.items():
-            found.extend((rank, first, name, at, blocks[name][key]) for key, at in readers.items())
+            blocks_read.extend((rank, first, name, at, blocks[name][key]) for key, at in readers.items())
         return blocks
 
     monkeypatch.setattr(StagePasses, "load_input_blocks", noted)
     corpus = open_run_corpus(c)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator, corpus).step(step))
-    return found
+    return blocks_read
 
 
 def differences(c: Config, step: int, monkeypatch) -> list[str]:
@@ -117,16 +117,16 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
     rows = [*view.read_sequences(0, view.num_sequences)]
     wrong, read = [], set()
     for rank, first, name, layout, block in trained(c, plan, step, monkeypatch):
-        here = plan.mesh.rank_coordinates(rank)
-        if not layout.has_block(here):
+        coordinates = plan.mesh.rank_coordinates(rank)
+        if not layout.has_block(coordinates):
             continue
-        stage = of_length.stage_part(here["stage"])
+        stage = of_length.stage_part(coordinates["stage"])
         columns = [
             i
-            for at, n in stage.planner.stretches_of_rank("length", len(rows[0].tensors[name]), layout, here)
+            for at, n in stage.planner.stretches_of_rank("length", len(rows[0].tensors[name]), layout, coordinates)
             for i in range(at, at + n)
         ]
-        ((start, count),) = stage.planner.stretches_of_rank("batch", stage.sizes["batch"], layout, here)
+        ((start, count),) = stage.planner.stretches_of_rank("batch", stage.sizes["batch"], layout, coordinates)
         for i, row in enumerate(range(start, start + count)):
             position = first + row - view.taken.samples[0] * view.pieces_per_sample
             if position >= view.num_sequences:
@@ -144,8 +144,8 @@ def differences(c: Config, step: int, monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_view_shows_what_ranks_train_on(folder, name, monkeypatch):
-    kind, given, more = PLANS[name]
-    assert not differences(configured(folder, kind, *given, **more), 2, monkeypatch)
+    kind, scheme, more = PLANS[name]
+    assert not differences(configured(folder, kind, *scheme, **more), 2, monkeypatch)
 
 
 @pytest.mark.parametrize("pieces", [2, 4])

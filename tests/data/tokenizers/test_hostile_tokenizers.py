@@ -16,13 +16,13 @@ ENDS = {"</s>": 1}
 
 
 def saved(folder, model, normalizer=None, **more):
-    made = tokenizers.Tokenizer(model)
+    theirs = tokenizers.Tokenizer(model)
     if normalizer:
-        made.normalizer = normalizer
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(folder / "tokenizer.json"))
-    given = json.loads((folder / "tokenizer.json").read_bytes())
-    (folder / "tokenizer.json").write_text(json.dumps(given | more))
+        theirs.normalizer = normalizer
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    theirs.save(str(folder / "tokenizer.json"))
+    content = json.loads((folder / "tokenizer.json").read_bytes())
+    (folder / "tokenizer.json").write_text(json.dumps(content | more))
 
 
 def words(**more):
@@ -90,8 +90,8 @@ def test_a_hostile_tokenizer_is_refused(tmp_path, monkeypatch, name):
     write, wanted = HOSTILE[name]
     write(tmp_path)
     with pytest.raises(ConfigError, match=wanted or "data.tokenizer") as caught:
-        given = tokenizer.load_named_vocabulary(Data(tokenizer=str(tmp_path)))
-        given.encode("a zebra" if "without" in name else "a")
+        vocabulary = tokenizer.load_named_vocabulary(Data(tokenizer=str(tmp_path)))
+        vocabulary.encode("a zebra" if "without" in name else "a")
     [line] = caught.value.violations
     assert line.startswith("data.tokenizer") and line.isprintable() and len(line) < 500
 
@@ -115,27 +115,27 @@ def test_a_special_token_that_is_no_text_is_refused(tmp_path, role, beside):
 def test_half_a_character_is_no_question_mark(tmp_path, encode):
     """The text is named by its number and the place in it; others are encoded."""
     saved(tmp_path, tokenizers.models.WordLevel({"a": 0, **ENDS, "?": 2, "[UNK]": 3}, unk_token="[UNK]"))
-    made = ConfinedTokenizer((tmp_path / "tokenizer.json").read_bytes())
-    assert [e.ids for e in getattr(made, encode)(["a", "?"])] == [[0], [2]]
+    confined = ConfinedTokenizer((tmp_path / "tokenizer.json").read_bytes())
+    assert [e.ids for e in getattr(confined, encode)(["a", "?"])] == [[0], [2]]
     with pytest.raises(ConfigError, match=r"text 1 of 3 is none: it has U\+D83D, half a character, at place 2$"):
-        getattr(made, encode)(["a", "a \ud83d", "\ud83d"])
-    assert [e.ids for e in getattr(made, encode)(["a \U0001f600"])] == [[0, 3]]
+        getattr(confined, encode)(["a", "a \ud83d", "\ud83d"])
+    assert [e.ids for e in getattr(confined, encode)(["a \U0001f600"])] == [[0, 3]]
 
 
 def test_it_does_as_the_library(tmp_path):
     """Ids, ends, texts and tokens, and after a child's death too."""
-    given, made = texts.texts(40), tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
+    samples, trained = texts.texts(40), tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer, trained.decoder = tokenizers.pre_tokenizers.ByteLevel(), tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["</s>"], show_progress=False)
-    made.train_from_iterator(given, trainer)
-    made.add_tokens(["plain"])
-    raw = made.to_str().encode()
+    trained.train_from_iterator(samples, trainer)
+    trained.add_tokens(["plain"])
+    raw = trained.to_str().encode()
     theirs, ours = tokenizer_files.parse_tokenizer(raw), ConfinedTokenizer(raw)
     for _ in range(2):
-        some = [*given, "", "</s> plain \U0001f600"]
-        wanted, found = theirs.encode_batch(some, add_special_tokens=False), ours.encode_batch(some)
-        assert [e.ids for e in found] == [e.ids for e in wanted] == [e.ids for e in ours.encode_batch_fast(some)]
-        assert [[end for _, end in e.offsets] for e in found] == [[end for _, end in e.offsets] for e in wanted]
+        some = [*samples, "", "</s> plain \U0001f600"]
+        wanted, actual = theirs.encode_batch(some, add_special_tokens=False), ours.encode_batch(some)
+        assert [e.ids for e in actual] == [e.ids for e in wanted] == [e.ids for e in ours.encode_batch_fast(some)]
+        assert [[end for _, end in e.offsets] for e in actual] == [[end for _, end in e.offsets] for e in wanted]
         for e in wanted:
             assert ours.decode(e.ids, skip_special_tokens=False) == theirs.decode(e.ids, skip_special_tokens=False)
         assert ours.get_vocab() == theirs.get_vocab() and ours.encode_batch([]) == []

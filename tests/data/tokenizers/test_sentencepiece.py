@@ -52,26 +52,24 @@ def test_ids_are_equal(root, kind, option):
     score = {i: theirs.get_score(i) for i in range(theirs.get_piece_size())}
     assert ours.size == theirs.get_piece_size()
     apart = 0
-    for text, found in zip(given := texts(), ours.encode_texts(given), strict=True):
+    for text, ids in zip(samples := texts(), ours.encode_texts(samples), strict=True):
         wanted = theirs.encode(text)
         if kind == "unigram" and ("<s>" in text or "</s>" in text):
-            assert not {*found} & {1, 2}
+            assert not {*ids} & {1, 2}
             continue
-        if found != wanted:
+        if ids != wanted:
             apart += 1
             assert kind == "unigram", text
-            assert sum(map(score.get, found)) == pytest.approx(sum(map(score.get, wanted)), abs=1e-2), text
-            assert "".join(map(theirs.id_to_piece, found)) == "".join(map(theirs.id_to_piece, wanted)), text
-        assert (
-            ours.decode(found) == theirs.decode(wanted) or "unk" in ours.decode(found) or "⁇" in theirs.decode(wanted)
-        )
+            assert sum(map(score.get, ids)) == pytest.approx(sum(map(score.get, wanted)), abs=1e-2), text
+            assert "".join(map(theirs.id_to_piece, ids)) == "".join(map(theirs.id_to_piece, wanted)), text
+        assert ours.decode(ids) == theirs.decode(wanted) or "unk" in ours.decode(ids) or "⁇" in theirs.decode(wanted)
     assert apart <= 3
 
 
 def test_special_tokens_are_those_of_the_model(root):
-    found = build_vocabulary(read_tokenizer_files(str(trained("unigram", "with pieces of the user's", root))))
-    assert (found.special.end, found.special.begin, found.special.start) == (2, 1, 1)
-    assert found.special_tokens == ["<unk>", "<s>", "</s>", "<pad>"]
+    vocabulary = build_vocabulary(read_tokenizer_files(str(trained("unigram", "with pieces of the user's", root))))
+    assert (vocabulary.special.end, vocabulary.special.begin, vocabulary.special.start) == (2, 1, 1)
+    assert vocabulary.special_tokens == ["<unk>", "<s>", "</s>", "<pad>"]
 
 
 def varint(n: int) -> bytes:

@@ -40,9 +40,9 @@ def test_ids_are_equal(tmp_path, words):
     ours = build_vocabulary(read_tokenizer_files(str(file), words))
     special = {"<|endoftext|>": len(tokens)}
     theirs = library.Encoding("x", pat_str=WORDS.get(words, words), mergeable_ranks=tokens, special_tokens=special)
-    for text, found in zip(given := texts(), ours.encode_texts(given), strict=True):
-        assert found == theirs.encode_ordinary(text), text
-        assert ours.decode(found) == text
+    for text, ids in zip(samples := texts(), ours.encode_texts(samples), strict=True):
+        assert ids == theirs.encode_ordinary(text), text
+        assert ours.decode(ids) == text
     assert (ours.size, ours.special.front) == (len(tokens) + 1, (len(tokens),))
 
 

@@ -30,13 +30,13 @@ def folder(tmp_path, trained):
     """A byte-level BPE with a token that begins documents, and one that ends them."""
     from tokenizers import Tokenizer
 
-    made = Tokenizer.from_str(trained.to_str())
-    made.add_special_tokens(["<s>", "</s>"])
-    made.enable_truncation(5)
-    made.enable_padding()
+    tokenizer = Tokenizer.from_str(trained.to_str())
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding()
     root = tmp_path / "theirs"
     root.mkdir()
-    made.save(str(root / "tokenizer.json"))
+    tokenizer.save(str(root / "tokenizer.json"))
     (root / "tokenizer_config.json").write_text(json.dumps(CONFIG))
     return root
 
@@ -49,17 +49,17 @@ def test_a_folder_of_transformers(folder):
     assert (ours.special.begin, ours.special.end) == (theirs.bos_token_id, theirs.eos_token_id) == (400, 401)
     assert ours.special.front == (401, 400) and ours.special.start == 400
     for text in texts():  # what is truncated and padded there is not
-        found = ours.encode(text)
-        assert found == theirs(text, add_special_tokens=False, truncation=False, padding=False).input_ids or "<" in text
-        assert ours.decode(found) == text and not {*found} & {0, 400, 401}
+        ids = ours.encode(text)
+        assert ids == theirs(text, add_special_tokens=False, truncation=False, padding=False).input_ids or "<" in text
+        assert ours.decode(ids) == text and not {*ids} & {0, 400, 401}
 
 
 def test_files_of_merges(tmp_path, trained):
     """As GPT-2's first ones, without tokenizer.json."""
     trained.model.save(str(tmp_path))
-    found = read_tokenizer_files(str(tmp_path))
-    assert {*found} == {"vocab.json", "merges.txt", "tokenizer.json"}
-    ours = build_vocabulary(found)
+    files = read_tokenizer_files(str(tmp_path))
+    assert {*files} == {"vocab.json", "merges.txt", "tokenizer.json"}
+    ours = build_vocabulary(files)
     assert [ours.encode(text) for text in texts()] == [trained.encode(text).ids for text in texts()]
     assert ours.special.front == (0,)
 
@@ -68,13 +68,13 @@ def test_files_of_merges(tmp_path, trained):
 def test_word_pieces(tmp_path, lower):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=lower)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=names, show_progress=False)
-    made.train_from_iterator(sources(0, 3), trainer)
-    made.model.save(str(tmp_path))
+    tokenizer.train_from_iterator(sources(0, 3), trainer)
+    tokenizer.model.save(str(tmp_path))
     config = {"do_lower_case": lower, "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = build_vocabulary(read_tokenizer_files(str(tmp_path)))
@@ -100,13 +100,13 @@ def test_added_tokens_have_their_ids(tmp_path, trained):
 def test_what_the_keys_add(folder, tmp_path):
     """Special tokens, which ends documents, a chat template: all of it is in the files then."""
     data = Data(tokenizer=str(folder), special_tokens=["<tool>", "<s>"], end_token="<tool>", chat_template="chatml")
-    found = load_named_vocabulary(data).files
-    assert found and json.loads(found["tokenizer_config.json"]) == {**CONFIG, "eos_token": "<tool>"}
-    for name, raw in found.items():
+    files = load_named_vocabulary(data).files
+    assert files and json.loads(files["tokenizer_config.json"]) == {**CONFIG, "eos_token": "<tool>"}
+    for name, raw in files.items():
         (tmp_path / name).write_bytes(raw)
     ours = open_vocabulary(tmp_path)
     assert ours.special_tokens == ["<|endoftext|>", "<s>", "</s>", "<tool>", "<|im_start|>", "<|im_end|>"]
-    assert ours.special.front == (402, 400) and ours.given
+    assert ours.special.front == (402, 400) and ours.pretrained
     assert ours.chat.render_text([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
     plain = load_named_vocabulary(Data(tokenizer=str(folder))).files
     assert plain == {path.name: path.read_bytes() for path in folder.iterdir()}  # as they are, byte by byte
@@ -114,9 +114,9 @@ def test_what_the_keys_add(folder, tmp_path):
 
 def test_a_tokenizer_that_says_nothing_of_special_tokens(folder):
     (folder / "tokenizer_config.json").unlink()
-    found = load_named_vocabulary(Data(tokenizer=str(folder / "tokenizer.json"))).files
-    assert found and json.loads(found["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
-    assert build_vocabulary(found).special.front == (0, 400)
+    files = load_named_vocabulary(Data(tokenizer=str(folder / "tokenizer.json"))).files
+    assert files and json.loads(files["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
+    assert build_vocabulary(files).special.front == (0, 400)
 
 
 BAD = {

@@ -18,5 +18,5 @@ def sources(first: int, last: int) -> list[str]:
 
 def texts(count: int = 400) -> list[str]:
     draw = random.Random(0)
-    found = ["".join(draw.choice(_LETTERS) for _ in range(draw.randint(1, 40))) for _ in range(count)]
-    return [*ODD, *found, *sources(60, 64)]
+    drawn = ["".join(draw.choice(_LETTERS) for _ in range(draw.randint(1, 40))) for _ in range(count)]
+    return [*ODD, *drawn, *sources(60, 64)]

@@ -26,21 +26,21 @@ def reduced(schema, definitions):
         return [reduced(part, definitions) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    strict = {}
     for key, value in schema.items():
         if key == "properties":
-            found[key] = {name: reduced(part, definitions) for name, part in value.items()}
+            strict[key] = {name: reduced(part, definitions) for name, part in value.items()}
         elif key not in ("description", "default") and not key.startswith("x-kubernetes-"):
-            found[key] = reduced(value, definitions)
+            strict[key] = reduced(value, definitions)
     open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or schema.get("x-kubernetes-embedded-resource")
-    if "properties" in found and not open_ended and "additionalProperties" not in found:
-        found["additionalProperties"] = False  # the API server drops such a field, and says so, or not
+    if "properties" in strict and not open_ended and "additionalProperties" not in strict:
+        strict["additionalProperties"] = False  # the API server drops such a field, and says so, or not
     if schema.get("x-kubernetes-int-or-string"):
-        found.pop("anyOf", None)
-        found["type"] = ["integer", "string"]
-    text = json.dumps(found, sort_keys=True)
+        strict.pop("anyOf", None)
+        strict["type"] = ["integer", "string"]
+    text = json.dumps(strict, sort_keys=True)
     if len(text) < 120:
-        return found
+        return strict
     return {"$ref": f"#/$defs/{definitions.setdefault(text, len(definitions))}"}
 
 
@@ -56,12 +56,12 @@ def reduce_crd(text):
 def reduce_definitions(text):
     """The schema of the KINDS in the text of Kubernetes' definitions, and what they refer to."""
     everything = json.loads(text)["$defs"]
-    found, todo = {}, [*KINDS.values()]
+    definitions, todo = {}, [*KINDS.values()]
     while todo:
-        if (name := todo.pop()) not in found:
-            found[name] = _bare(everything[name], todo)
+        if (name := todo.pop()) not in definitions:
+            definitions[name] = _bare(everything[name], todo)
     kinds = [{"$ref": f"#/$defs/{name}", "required": ["apiVersion", "kind", "spec"]} for name in KINDS.values()]
-    return {"oneOf": kinds, "$defs": found}
+    return {"oneOf": kinds, "$defs": definitions}
 
 
 def _bare(schema, todo):
@@ -70,16 +70,16 @@ def _bare(schema, todo):
         return [_bare(part, todo) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    bare = {}
     for key, value in schema.items():
         if key == "properties":
-            found[key] = {name: _bare(part, todo) for name, part in value.items()}
+            bare[key] = {name: _bare(part, todo) for name, part in value.items()}
         elif key == "$ref":
             todo.append(value.rpartition("/")[2])
-            found[key] = f"#/$defs/{todo[-1]}"
+            bare[key] = f"#/$defs/{todo[-1]}"
         elif key not in ("description", "default") and not key.startswith("x-kubernetes-"):
-            found[key] = _bare(value, todo)
-    return found
+            bare[key] = _bare(value, todo)
+    return bare
 
 
 REDUCE = {"kuberay": reduce_crd, "kubernetes": reduce_definitions}

@@ -16,9 +16,9 @@ from tests.monitor.sinks.a_run import ONCE, ARun, rewound_twice, rounded
 def read_tensorboard(run: ARun, part: str = "steps"):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run.path / "tensorboard" / part), size_guidance={"tensors": 0})
-    found.Reload()
-    return found
+    accumulator = EventAccumulator(str(run.path / "tensorboard" / part), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    return accumulator
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install tensorboard")
     run = ARun(tmp_path / "run")
     rewound_twice(run, "tensorboard")
-    found = read_tensorboard(run)
-    assert rounded([(e.step, e.value) for e in found.Scalars("train/loss")]) == ONCE
-    assert "comm/all_reduce/data+t" in found.Tags()["scalars"] and "step" not in found.Tags()["scalars"]
+    accumulator = read_tensorboard(run)
+    assert rounded([(e.step, e.value) for e in accumulator.Scalars("train/loss")]) == ONCE
+    assert "comm/all_reduce/data+t" in accumulator.Tags()["scalars"] and "step" not in accumulator.Tags()["scalars"]
     texts = read_tensorboard(run, "texts")
     assert {"alerts/failure", "alerts/recovery"} <= set(texts.Tags()["tensors"])
 
@@ -79,10 +79,10 @@ def test_mlflow(tmp_path: Path, mlflow) -> None:
     client, name = mlflow.MlflowClient(), run.state("mlflow")["run"]
     assert rounded([(m.step, m.value) for m in client.get_metric_history(name, "train/loss")]) == ONCE
     assert len(client.get_metric_history(name, "comm/all_reduce/data_t")) == 9
-    found = client.get_run(name)
-    assert found.info.status == "FINISHED" and found.data.params["optimizer.lr"]
-    assert {"first", "long", "alert.failure"} <= found.data.tags.keys()
-    assert found.data.tags["group"] == "mine" and found.data.tags["mlflow.note.content"] == "as it is"
+    stored = client.get_run(name)
+    assert stored.info.status == "FINISHED" and stored.data.params["optimizer.lr"]
+    assert {"first", "long", "alert.failure"} <= stored.data.tags.keys()
+    assert stored.data.tags["group"] == "mine" and stored.data.tags["mlflow.note.content"] == "as it is"
     assert [file.path for file in client.list_artifacts(name)] == ["journal.jsonl"]
 
 
@@ -96,8 +96,8 @@ def test_mlflow_gets_by_its_client_the_newest_numbers_alone(tmp_path: Path, mlfl
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", note)
     follower.catch_up()
     assert {metric.step for metric in sent} == {3}
-    found = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
-    assert [m.step for m in found] == [1, 2, 3]
+    history = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
+    assert [m.step for m in history] == [1, 2, 3]
 
 
 @pytest.mark.full
@@ -115,8 +115,8 @@ def test_what_mlflow_refuses_is_in_no_table_when_it_is_tried_again(tmp_path: Pat
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuse if refused else own)
         with pytest.raises(mlflow.exceptions.MlflowException) if refused else nullcontext():
             sink.send_steps(rows)
-    found = mlflow.MlflowClient().get_metric_history(name, "train/loss")
-    assert sorted(m.step for m in found) == [1, 2, 3]
+    history = mlflow.MlflowClient().get_metric_history(name, "train/loss")
+    assert sorted(m.step for m in history) == [1, 2, 3]
 
 
 @pytest.mark.full
@@ -124,8 +124,8 @@ def test_a_table_of_another_form_is_left_to_mlflow(tmp_path: Path, mlflow, monke
     monkeypatch.setattr("platform.monitor.sinks.other_sinks._INSERT", "INSERT INTO metrics (other) VALUES (?)")
     run = ARun(tmp_path / "run")
     rewound_twice(run, "mlflow")
-    found = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
-    assert rounded([(m.step, m.value) for m in found]) == ONCE
+    history = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
+    assert rounded([(m.step, m.value) for m in history]) == ONCE
 
 
 def test_a_command_sends_a_run_that_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -156,8 +156,8 @@ def test_mlflow_that_gets_steps_at_once_has_some_twice(tmp_path: Path, mlflow, m
     monkeypatch.setattr(MlflowSink, "replaces", True)
     run = ARun(tmp_path / "run")
     rewound_twice(run, "mlflow")
-    found = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
-    assert len(found) == 12
+    history = mlflow.MlflowClient().get_metric_history(run.state("mlflow")["run"], "train/loss")
+    assert len(history) == 12
 
 
 @pytest.mark.full

@@ -67,15 +67,15 @@ def of_kind(part: Path, kind: str) -> list[Any]:
 
 def test_the_curve_has_each_step_once_as_it_was_kept(parts: list[Path]) -> None:
     """Step 3 was saved before it was trained once more: of such a one the first stays."""
-    found = [(row["step"], round(row["train/loss"], 6)) for p in parts for row in history(p) if "train/loss" in row]
-    assert found == [(1, 7.01), (2, 7.01), (3, 7.02), (4, 7.03), (5, 7.03), (6, 7.03)]
+    curve = [(row["step"], round(row["train/loss"], 6)) for p in parts for row in history(p) if "train/loss" in row]
+    assert curve == [(1, 7.01), (2, 7.01), (3, 7.02), (4, 7.03), (5, 7.03), (6, 7.03)]
 
 
 def test_the_summary_has_the_newest_step_at_once(parts: list[Path]) -> None:
     for part, (step, loss) in zip(parts, ((4, 7.02), (7, 7.03)), strict=True):
         updates = [item for s in of_kind(part, "summary") for item in s.update]
-        found = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in updates}
-        assert (found["newest/step"], round(found["newest/train/loss"], 6)) == (step, loss)
+        summary = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in updates}
+        assert (summary["newest/step"], round(summary["newest/train/loss"], 6)) == (step, loss)
 
 
 @pytest.mark.full
@@ -114,9 +114,10 @@ def test_each_alert_is_sent_once(parts: list[Path]) -> None:
 
 def test_checkpoints_are_references_that_the_run_made_and_went_on_from(parts: list[Path]) -> None:
     def models(part: Path) -> list[tuple[str, bool, list[str], list[str]]]:
-        found = [artifact for artifact in of_kind(part, "artifact") if artifact.type == "model"]
+        artifacts = [artifact for artifact in of_kind(part, "artifact") if artifact.type == "model"]
         return [
-            (a.digest, a.use_after_commit, sorted(a.aliases), [file.ref for file in a.manifest.contents]) for a in found
+            (a.digest, a.use_after_commit, sorted(a.aliases), [file.ref for file in a.manifest.contents])
+            for a in artifacts
         ]
 
     folder = (parts[0].parents[2] / "checkpoints").as_uri()

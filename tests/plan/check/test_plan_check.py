@@ -240,8 +240,8 @@ def test_small_plans_are_sound(planned, case):
 @pytest.mark.parametrize("what", MUTANTS)
 def test_mutants_are_seen(planned, what):
     case, change, line = MUTANTS[what]
-    found = find_unsoundness(change(planned[case]))
-    assert any(line in text for text in found), found[:3]
+    lines = find_unsoundness(change(planned[case]))
+    assert any(line in text for text in lines), lines[:3]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -264,15 +264,15 @@ def test_every_change_of_a_step_is_seen(planned, case):
 @pytest.mark.parametrize(("seeds", "count"), [(0, 60), pytest.param(60, 3000, marks=pytest.mark.full)])
 def test_random_plans_are_sound(seeds, count, tmp_path):
     plans.write_files(Path(tmp_path))
-    found, checked = {}, 0
+    unsound, checked = {}, 0
     with plans.opened():
         for seed in range(seeds, seeds + count):
             r = Random(seed)
             for plan in plans.planned(plans.draw(r, r.choice(plans.CLASSES[:-1]), tmp_path)):
                 checked += 1
                 if lines := find_unsoundness(plan):
-                    found[seed] = lines[:2]
-    assert found == {} and checked > count / 2
+                    unsound[seed] = lines[:2]
+    assert unsound == {} and checked > count / 2
 
 
 def test_every_recorded_operation_has_a_form():
@@ -292,7 +292,7 @@ def test_by_command(capsys, monkeypatch):
     assert command.main(["+experiment=gpt_quick", "--check"]) == 0
     assert capsys.readouterr().out == "sound: 81 operations and 68 parameters on data 2 x t 2\n"
     make = command.make_plan
-    monkeypatch.setattr(command, "make_plan", lambda *given: with_reductions(make(*given), UP, drop("data")))
+    monkeypatch.setattr(command, "make_plan", lambda *arguments: with_reductions(make(*arguments), UP, drop("data")))
     assert command.main(["+experiment=gpt_quick", "--check", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["unsound"] == [f"project {UP}: gradient of {UP} is partial over data, and never summed there"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["unsound"] == [f"project {UP}: gradient of {UP} is partial over data, and never summed there"]

@@ -94,14 +94,14 @@ TABLE = {
 def test_the_table(case):
     direction, x, w, out, *conversions = TABLE[case]
     x_dims, out_dims = (X, H) if direction == IN else (H, X)
-    found = contract_layouts([(x_dims, layout(x), False), (W, layout(w), True)], (out_dims, layout(out)))
-    assert [*found.inputs, found.output] == [Conversion(steps(f), steps(b)) for f, b in conversions]
+    contraction = contract_layouts([(x_dims, layout(x), False), (W, layout(w), True)], (out_dims, layout(out)))
+    assert [*contraction.inputs, contraction.output] == [Conversion(steps(f), steps(b)) for f, b in conversions]
 
 
 def test_data_parallel_gradients_stay_partial():
-    found = contract_layouts([(X, layout("batch:data"), False), (W, layout(""), True)], (H, layout("batch:data")))
-    assert partial_axes(Layout(), found.axes) == ("data",)
-    assert partial_axes(layout("d_model:data"), found.axes) == ()
+    contraction = contract_layouts([(X, layout("batch:data"), False), (W, layout(""), True)], (H, layout("batch:data")))
+    assert partial_axes(Layout(), contraction.axes) == ("data",)
+    assert partial_axes(layout("d_model:data"), contraction.axes) == ()
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,11 @@ def test_data_parallel_gradients_stay_partial():
     ],
 )
 def test_the_fewest_moves(source, target, moves):
-    found = relayout_steps(X, layout(source), layout(target))
+    chosen = relayout_steps(X, layout(source), layout(target))
     if moves is None:
-        assert len(found) <= 4
+        assert len(chosen) <= 4
     else:
-        assert found == steps(moves)
+        assert chosen == steps(moves)
 
 
 def test_an_illegal_layout_is_named():
@@ -140,8 +140,8 @@ def test_an_illegal_layout_is_named():
 def test_any_layout_turns_into_any_other(data, mesh):
     source, target = data.draw(layouts(mesh, X)), data.draw(layouts(mesh, X))
     x = whole(X, mesh)
-    found = execute(relayout_steps(X, source, target), split(x, X, source, mesh), mesh)
-    assert equal(found, split(x, X, target, mesh))
+    blocks = execute(relayout_steps(X, source, target), split(x, X, source, mesh), mesh)
+    assert equal(blocks, split(x, X, target, mesh))
 
 
 def partial_blocks(dims, mesh, target, axes):
@@ -169,10 +169,10 @@ def test_the_backward_steps_are_the_adjoint(data, mesh, parameter):
     except ValueError:
         assume(False)
     gradient, total = partial_blocks(X, mesh, target, axes)
-    found = execute(conversion.backward, gradient, mesh)
+    gradients = execute(conversion.backward, gradient, mesh)
     if parameter and (partial := partial_axes(source, axes)):
-        found = execute([RelayoutStep("all_reduce", partial, only=source.only)], found, mesh)
-    assert equal(found, split(total, X, source, mesh))
+        gradients = execute([RelayoutStep("all_reduce", partial, only=source.only)], gradients, mesh)
+    assert equal(gradients, split(total, X, source, mesh))
 
 
 @given(st.data(), st.sampled_from(MESHES), st.booleans())

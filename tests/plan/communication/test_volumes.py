@@ -106,8 +106,8 @@ def test_the_papers_vectors(p):
 def test_dsp_split_and_sum(g):
     """Jain et al. by split/sum: an all-gather and a reduce-scatter of the batch around each half layer, (g-1) V."""
     v = Fraction(BSH, g)
-    found = elements_per_rank("serial", {}, "keep", branch="dsp", branch_axes={"g": g})
-    assert found == 8 * (g - 1) * v
+    elements = elements_per_rank("serial", {}, "keep", branch="dsp", branch_axes={"g": g})
+    assert elements == 8 * (g - 1) * v
 
 
 def moved_by_a_block(branch, g, data=1, via="all_to_all") -> dict[str, tuple[int, Fraction]]:
@@ -116,13 +116,13 @@ def moved_by_a_block(branch, g, data=1, via="all_to_all") -> dict[str, tuple[int
                   global_batch=B * data, layers=1)  # fmt: skip
     c.branch.slice_via = via
     plan = make_plan(c)
-    found: dict[str, tuple[int, Fraction]] = {}
+    traffic: dict[str, tuple[int, Fraction]] = {}
     for (kind, name), o in plan.operations.items():
         if kind in ("project", "relayout") and name.startswith("layers.0."):
             for x in o.collectives:
-                launches, elements = found.get(x.op, (0, Fraction(0)))
-                found[x.op] = launches + 1, elements + traffic_bytes(x, plan.mesh, {"compute": 1})
-    return found
+                launches, elements = traffic.get(x.op, (0, Fraction(0)))
+                traffic[x.op] = launches + 1, elements + traffic_bytes(x, plan.mesh, {"compute": 1})
+    return traffic
 
 
 @pytest.mark.parametrize("data", [1, 2])

@@ -19,19 +19,19 @@ def ran(plan, on=True, back=False, again=False, chunk=0, spans=None):
     """What happens when the operations of a chunk, or of some of its `spans`, run in their order: each conversion that
     is started ("start", use), and each use that is due ("use", use)."""
     events = []
-    names = {p.name: f.use for found in plan.chunks for f in find_fetches(found) for p, _ in f.converted}
+    names = {p.name: f.use for stage_chunk in plan.chunks for f in find_fetches(stage_chunk) for p, _ in f.converted}
     names |= {p.name: f.use for f in find_fetches(plan.chunks[chunk]) for p, _ in f.converted}
     ahead = ParameterPrefetcher(plan, lambda p, conversion: events.append(("start", names[p.name], p.name)), on)
     ahead.again = again
-    found = [
+    fetches = [
         f for f in find_fetches(plan.chunks[chunk]) if (spans is None or f.span in spans) and (f.again or not back)
     ]
-    for f in reversed(found) if back else found:
+    for f in reversed(fetches) if back else fetches:
         ahead.take_parameters(f.use, back)
         events.append(("use", f.use, ""))
         ahead.start_next_gathers(f.use, back)
     assert ahead.begin_pass() == []
-    return found, events
+    return fetches, events
 
 
 def started(events):
@@ -42,18 +42,18 @@ def started(events):
 @pytest.mark.parametrize("on", [True, False])
 def test_each_is_started_once_in_the_order_of_use(more, on):
     plan = planned(**more)
-    found, events = ran(plan, on)
-    assert len(found) > 8
-    assert started(events) == [p.name for f in found for p, _ in f.converted]
+    fetches, events = ran(plan, on)
+    assert len(fetches) > 8
+    assert started(events) == [p.name for f in fetches for p, _ in f.converted]
 
 
 def test_up_to_the_next_product_while_one_is_computed():
-    found, events = ran(planned())
-    products = [i for i, f in enumerate(found) if f.multiplies]
+    fetches, events = ran(planned())
+    products = [i for i, f in enumerate(fetches) if f.multiplies]
     assert len(products) == 2 * 4 + 1  # Q, K and V; output; up; down; and the head
     for before, after in zip(products, products[1:], strict=False):
-        at = events.index(("use", found[before].use, ""))
-        following = {p.name for f in found[before + 1 : after + 1] for p, _ in f.converted}
+        at = events.index(("use", fetches[before].use, ""))
+        following = {p.name for f in fetches[before + 1 : after + 1] for p, _ in f.converted}
         assert {name for _, _, name in events[at + 1 : at + 1 + len(following)]} == following
         assert not following & set(started(events[:at])), "not two products ahead"
 
@@ -73,17 +73,17 @@ def test_nothing_beyond_a_stretch_that_runs_again_or_whose_shards_are_whole(more
     """The weights of a block and no others, although the block before has just run."""
     plan = planned(**more)
     for span in (1, 3):
-        found, events = ran(plan, again=again, spans=[span])
-        own = {p.name for f in found for p, _ in f.converted}
+        fetches, events = ran(plan, again=again, spans=[span])
+        own = {p.name for f in fetches for p, _ in f.converted}
         assert set(started(events)) == own and all(name.startswith(f"layers.{span // 2}.") for name in own)
 
 
 def test_the_backward_pass_begins_with_the_last():
-    found, events = ran(planned("again"), back=True)
-    assert all(f.multiplies for f in found) and len(found) == 9
-    assert started(events) == [p.name for f in reversed(found) for p, _ in f.converted]
+    fetches, events = ran(planned("again"), back=True)
+    assert all(f.multiplies for f in fetches) and len(fetches) == 9
+    assert started(events) == [p.name for f in reversed(fetches) for p, _ in f.converted]
     first = next(i for i, event in enumerate(events) if event[0] == "use")
-    before, then = found[-1], found[-2]
+    before, then = fetches[-1], fetches[-2]
     assert started(events[:first]) == [p.name for p, _ in before.converted]
     assert started(events[first : first + 1 + len(then.converted)]) == [p.name for p, _ in then.converted]
 

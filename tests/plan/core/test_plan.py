@@ -45,9 +45,9 @@ def test_megatron_reduces_four_activations_per_layer():
 def test_sequence_parallelism_moves_the_same_in_halves():
     """Two gathers and two scatters forward, as many backward; what is new is the sum of the vectors' gradients."""
     vectors = 6 * H  # two norms' gain and bias, two output biases
-    found = one_layer("1d_sp", {"t": T})
-    assert found.pop("all_reduce/t") == 2 * (T - 1) * vectors * FP32 // MICROBATCHES
-    assert found == {
+    traffic = one_layer("1d_sp", {"t": T})
+    assert traffic.pop("all_reduce/t") == 2 * (T - 1) * vectors * FP32 // MICROBATCHES
+    assert traffic == {
         "all_gather/t": 4 * (T - 1) * BSH * FP32,
         "reduce_scatter/t": 4 * (T - 1) * BSH * FP32,
     }
@@ -57,25 +57,25 @@ def test_fsdp_gathers_weights_and_never_an_activation():
     """(n, 1, 1): each weight gathered once in the forward pass and kept, its gradient scattered."""
     weights = 12 * H * H
     vectors = 6 * H  # in blocks of d_model, gathered like the weights
-    found = one_layer("3d", {"x": 4})
-    assert set(found) == {"all_gather/x", "reduce_scatter/x", "all_reduce/x"}
-    assert found["all_gather/x"] == 3 * (weights + vectors) * FP32
-    assert found["reduce_scatter/x"] == 3 * (weights + vectors) * FP32
-    assert found["all_reduce/x"] == 2 * 3 * (7 * H) * FP32 // MICROBATCHES  # biases without d_model: Q, K, V, up
+    traffic = one_layer("3d", {"x": 4})
+    assert set(traffic) == {"all_gather/x", "reduce_scatter/x", "all_reduce/x"}
+    assert traffic["all_gather/x"] == 3 * (weights + vectors) * FP32
+    assert traffic["reduce_scatter/x"] == 3 * (weights + vectors) * FP32
+    assert traffic["all_reduce/x"] == 2 * 3 * (7 * H) * FP32 // MICROBATCHES  # biases without d_model: Q, K, V, up
 
 
 def test_data_parallelism_reduces_every_gradient_once_a_step():
-    found = plan(data=2)
-    assert communication(found) == {"all_reduce/data": 2 * (found.parameter_count * FP32 + 2 * 8)}
+    sharded = plan(data=2)
+    assert communication(sharded) == {"all_reduce/data": 2 * (sharded.parameter_count * FP32 + 2 * 8)}
 
 
 def test_the_whole_table_of_one_layer_with_1d():
     """Everything: embedding and head add one all-reduce each to the layer's four, the loss adds its statistics, and
     the world sums loss and norm."""
-    found = communication(plan("1d", {"t": T}, layers=1, vocab=64))
+    traffic = communication(plan("1d", {"t": T}, layers=1, vocab=64))
     tokens = B * S
     per_microbatch = (4 + 2) * BSH + (1 + 2) * tokens  # the largest logit; the sum and the label's logit
-    assert found == {"all_reduce/t": 2 * (T - 1) * (per_microbatch * MICROBATCHES * FP32 + 2 * 8)}
+    assert traffic == {"all_reduce/t": 2 * (T - 1) * (per_microbatch * MICROBATCHES * FP32 + 2 * 8)}
 
 
 def test_bf16_moves_half_and_keeps_sums_wide():
@@ -91,25 +91,25 @@ def test_bf16_moves_half_and_keeps_sums_wide():
 @pytest.mark.parametrize("scheme", [(), ("1d", {"t": 4}), ("3d", {"x": 2, "y": 2, "z": 2})], ids=str)
 def test_the_closed_formulas(scheme):
     layers, v = 3, 61
-    found = plan(*scheme, layers=layers, vocab=v)
+    planned = plan(*scheme, layers=layers, vocab=v)
     formula = 12 * layers * H**2 * (1 + 13 / (12 * H) + (v + S) / (12 * layers * H))
-    assert found.parameter_count == round(formula) + 2 * H  # and the last norm
+    assert planned.parameter_count == round(formula) + 2 * H  # and the last norm
     flops = 72 * layers * H**2 * (1 + S / (6 * H) + v / (12 * layers * H))
-    assert found.flops_per_token == pytest.approx(flops, rel=1e-12)
-    assert found.tokens_per_step == B * MICROBATCHES * S
+    assert planned.flops_per_token == pytest.approx(flops, rel=1e-12)
+    assert planned.tokens_per_step == B * MICROBATCHES * S
 
 
 def test_padding_is_local_only():
-    found = plan("1d", {"t": 4}, vocab=61, layers=1)
-    embedding = found.parameters[0]
-    assert found.global_shape(embedding) == (61, H) and found.local_shape(embedding) == (16, H)
-    assert [found.locate_block(embedding, {"data": 0, "t": t})[0] for t in range(4)] == [
+    padded = plan("1d", {"t": 4}, vocab=61, layers=1)
+    embedding = padded.parameters[0]
+    assert padded.global_shape(embedding) == (61, H) and padded.local_shape(embedding) == (16, H)
+    assert [padded.locate_block(embedding, {"data": 0, "t": t})[0] for t in range(4)] == [
         (0, 16),
         (16, 16),
         (32, 16),
         (48, 16),
     ]
-    assert found.parameter_count == plan(vocab=61, layers=1).parameter_count
+    assert padded.parameter_count == plan(vocab=61, layers=1).parameter_count
 
 
 def test_every_collective_says_in_which_pass():
@@ -128,11 +128,11 @@ def refused(c: Config) -> list[str]:
 
 
 def test_what_the_axes_do_not_divide():
-    found = refused(configure("1d", {"t": 3}, heads=4))
-    assert len(found) == 2  # heads and d_ff, not vocab
-    heads = next(line for line in found if line.startswith("model.heads=4 "))
+    lines = refused(configure("1d", {"t": 3}, heads=4))
+    assert len(lines) == 2  # heads and d_ff, not vocab
+    heads = next(line for line in lines if line.startswith("model.heads=4 "))
     assert "tensor.axes.t=3" in heads and "tensor.axes.t=2 or 4" in heads
-    assert any(line.startswith("model.d_ff=128 ") for line in found)
+    assert any(line.startswith("model.d_ff=128 ") for line in lines)
     too_small = refused(configure("3d", {"x": 8}))
     assert len(too_small) == 1 and too_small[0].startswith("train.microbatch=4 ")
     assert "train.microbatch=8" in too_small[0] and "tensor.axes.x=4" in too_small[0]
@@ -150,17 +150,17 @@ def test_vocab_is_never_refused(scheme, vocab):
 
 
 def test_an_illegal_layout_names_axis_and_dims():
-    found = refused(configure("layout", {"cols": 2}, rules={"heads": ["cols"], "d_kv": ["cols"]}))
-    assert any("axis cols" in line and "heads" in line and "d_kv" in line for line in found), found
-    assert all("tensor: illegal layout" in line for line in found)
+    lines = refused(configure("layout", {"cols": 2}, rules={"heads": ["cols"], "d_kv": ["cols"]}))
+    assert any("axis cols" in line and "heads" in line and "d_kv" in line for line in lines), lines
+    assert all("tensor: illegal layout" in line for line in lines)
 
 
 def test_all_violations_at_once():
     rules = {"heads": ["c"], "d_ff": ["c"], "batch": ["r", "c"], "length": ["r"]}
-    found = refused(configure("layout", {"r": 3, "c": 5}, rules=rules))
+    lines = refused(configure("layout", {"r": 3, "c": 5}, rules=rules))
     for what in ("axis r ", "axis c ", "model.heads=8", "model.d_ff=128", "train.microbatch=4", "model.length=16"):
-        assert any(what in line for line in found), (what, found)
-    assert len(set(found)) == len(found)
+        assert any(what in line for line in lines), (what, lines)
+    assert len(set(lines)) == len(lines)
 
 
 def test_the_last_microbatch_may_be_partial():

@@ -28,10 +28,10 @@ def plans(count: int):
 
 
 def test_random_plans_come_back_equal_and_have_digests_of_their_own():
-    found = list(plans(60))
-    assert len(found) > 30
+    drawn = list(plans(60))
+    assert len(drawn) > 30
     digests = {}
-    for plan in found:
+    for plan in drawn:
         again = decode_plan(json.loads(json.dumps(encode_plan(plan))))
         assert again == plan and plan_digest(again) == plan_digest(plan) == plan_summary(again)["digest"]
         digests.setdefault(plan_digest(plan), plan)

@@ -23,13 +23,13 @@ def test_blocks_tile_every_tensor_exactly_once(data, mesh, vocab, unit):
     count = np.zeros([sizes[d] for d in DIMS], int)
     for rank in range(mesh.world_size):
         at = mesh.rank_coordinates(rank)
-        found = locate_block(DIMS, sizes, layout, mesh, at, units)
-        for d, most, (offset, n) in zip(DIMS, longest, found, strict=True):
+        block = locate_block(DIMS, sizes, layout, mesh, at, units)
+        for d, most, (offset, n) in zip(DIMS, longest, block, strict=True):
             assert most - units.get(d, 1) <= n <= most and offset % units.get(d, 1) == 0
             assert n == most or mesh.index_in_group(at, layout[d])
             (outer,) = locate_block([d], sizes, Layout.build_canonical({d: layout[d][:1]}), mesh, at, units)
             assert outer[0] <= offset and offset + n <= sum(outer), "blocks of two axes lie in the blocks of the first"
-        count[tuple(slice(o, o + n) for o, n in found)] += 1
+        count[tuple(slice(o, o + n) for o, n in block)] += 1
     assert (count == mesh.world_size // mesh.count_ranks(layout.axes)).all()
 
 

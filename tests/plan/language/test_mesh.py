@@ -10,9 +10,10 @@ MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
 
 @given(MESHES)
 def test_ranks_and_coordinates_are_one_to_one(mesh):
-    found = [mesh.rank_coordinates(rank) for rank in range(mesh.world_size)]
-    assert [mesh.find_rank(c) for c in found] == list(range(mesh.world_size))
-    assert [tuple(c.values()) for c in found] == sorted(tuple(c.values()) for c in found)  # the last axis is fastest
+    coordinates = [mesh.rank_coordinates(rank) for rank in range(mesh.world_size)]
+    assert [mesh.find_rank(c) for c in coordinates] == list(range(mesh.world_size))
+    indices = [tuple(c.values()) for c in coordinates]
+    assert indices == sorted(indices), "the last axis is fastest"
 
 
 @given(MESHES, st.data())

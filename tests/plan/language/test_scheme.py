@@ -23,16 +23,16 @@ def scheme(tensor: str, axes: dict[str, int], branch: str = "none", data: int = 
     return compose_scheme(values["tensor"], values["branch"], data)
 
 
-def table(found: Scheme) -> dict[str, str]:
+def table(composed: Scheme) -> dict[str, str]:
     """region or role -> layout, as text; parameters as one row where their roles agree, the core where it differs.
 
     Without the dim `branch`, which is split by branch axes alone: `test_branches_are_shared_over_the_branch_axes`, and
     without the region of experts: `test_the_row_of_experts`."""
     dims = [d for d in DIMS if d != "branch"]
-    regions = {r: str(found.regions[r].restrict_dims(dims)) for r in REGIONS if r != "experts"}
+    regions = {r: str(composed.regions[r].restrict_dims(dims)) for r in REGIONS if r != "experts"}
     if regions["core"] == regions["attention"]:
         del regions["core"]
-    roles = {r: str(found.parameters[r].restrict_dims(dims)) for r in ROLES}
+    roles = {r: str(composed.parameters[r].restrict_dims(dims)) for r in ROLES}
     return regions | ({"parameters": roles["in"]} if len(set(roles.values())) == 1 else roles)
 
 
@@ -173,8 +173,8 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_the_table(row):
-    found, wanted = ROWS[row]
-    assert table(found) == wanted
+    composed, wanted = ROWS[row]
+    assert table(composed) == wanted
 
 
 EXPERTS = {
@@ -199,17 +199,19 @@ def test_replicas_share_experts():
     """The axis expert is the innermost of the replicas'; where experts compute, it splits them instead of the batch."""
     values = Config().to_dict()
     values["tensor"] |= read("tensor", "1d") | {"axes": T}
-    found = compose_scheme(values["tensor"], values["branch"], data=12, zero=2, experts=3)
-    assert found.mesh_axes(12) == {"data": 2, "zero": 2, "expert": 3, "t": 2}
-    assert found.activation_layout("stream", ["batch"]) == Layout.build_canonical({"batch": ["data", "zero", "expert"]})
+    composed = compose_scheme(values["tensor"], values["branch"], data=12, zero=2, experts=3)
+    assert composed.mesh_axes(12) == {"data": 2, "zero": 2, "expert": 3, "t": 2}
+    assert composed.activation_layout("stream", ["batch"]) == Layout.build_canonical(
+        {"batch": ["data", "zero", "expert"]}
+    )
     slots = ["experts", "batch", "slots", "d_ff"]
     split = {"experts": ["expert"], "batch": ["data", "zero"], "d_ff": ["t"]}
-    assert found.activation_layout("experts", slots) == Layout.build_canonical(split)
-    assert found.parameter_layout("in", ["experts", "d_ff", "d_model"]) == Layout.build_canonical(
+    assert composed.activation_layout("experts", slots) == Layout.build_canonical(split)
+    assert composed.parameter_layout("in", ["experts", "d_ff", "d_model"]) == Layout.build_canonical(
         {"experts": ["expert"], "d_ff": ["t"]}
     )
-    assert found.parameter_layout("vector", ["experts", "d_model"]) == Layout()  # the router's
-    assert found.key_of_axis("expert") == "parallel.experts"
+    assert composed.parameter_layout("vector", ["experts", "d_model"]) == Layout()  # the router's
+    assert composed.key_of_axis("expert") == "parallel.experts"
 
 
 WHOLE = {  # an expert's up and down [experts, d_ff, d_model], and its rows [experts, batch, slots, d_model]
@@ -229,17 +231,17 @@ def test_tensor_ranks_divide_whole_experts(name):
     values = Config().to_dict()
     table = read("tensor", name)
     values["tensor"] |= table | {"axes": dict.fromkeys(table.get("order", ()), 2)}
-    given = values["tensor"], values["branch"]
-    found, split = compose_scheme(*given, 1, tensor_experts="whole"), compose_scheme(*given, 1)
+    groups = values["tensor"], values["branch"]
+    whole, split = compose_scheme(*groups, 1, tensor_experts="whole"), compose_scheme(*groups, 1)
     weight = ("experts", "d_ff", "d_model")
-    layouts = [found.parameter_layout(role, weight) for role in ("in", "out")]
+    layouts = [whole.parameter_layout(role, weight) for role in ("in", "out")]
     assert [
-        str(x) for x in (*layouts, found.activation_layout("experts", ["experts", "batch", "slots", "d_model"]))
+        str(x) for x in (*layouts, whole.activation_layout("experts", ["experts", "batch", "slots", "d_model"]))
     ] == [*WHOLE[name]]
     for role in ("in", "out", "vector"):
-        assert found.parameter_layout(role, weight[1:]) == split.parameter_layout(role, weight[1:])
-    shared = compose_scheme(*given, 4, experts=4, tensor_experts="whole").parameter_layout("in", weight)
-    assert shared["experts"] == ("expert", *found.parameter_layout("in", weight)["experts"])
+        assert whole.parameter_layout(role, weight[1:]) == split.parameter_layout(role, weight[1:])
+    shared = compose_scheme(*groups, 4, experts=4, tensor_experts="whole").parameter_layout("in", weight)
+    assert shared["experts"] == ("expert", *whole.parameter_layout("in", weight)["experts"])
 
 
 def test_every_scheme_of_conf_has_its_row():
@@ -260,11 +262,13 @@ def test_a_name_says_the_choice():
 
 
 def test_a_parameter_that_no_branch_splits_is_on_sub_grid_zero():
-    found = scheme("1d", T, "dsp_csub", g=2)
-    assert found.parameter_layout("in", ["d_model", "d_ff"]) == Layout.build_canonical({"d_ff": ["g", "t"]})
-    assert found.parameter_layout("in", ["d_model", "heads", "d_kv"]) == Layout.build_canonical({"heads": ["t"]}, ["g"])
-    assert found.parameter_layout("vector", ["d_model"]) == Layout(only=("g",))
-    assert found.sub_grid_zero_axes == ("g",) and scheme("1d", T, "dsp", g=2).sub_grid_zero_axes == ()
+    branched = scheme("1d", T, "dsp_csub", g=2)
+    assert branched.parameter_layout("in", ["d_model", "d_ff"]) == Layout.build_canonical({"d_ff": ["g", "t"]})
+    assert branched.parameter_layout("in", ["d_model", "heads", "d_kv"]) == Layout.build_canonical(
+        {"heads": ["t"]}, ["g"]
+    )
+    assert branched.parameter_layout("vector", ["d_model"]) == Layout(only=("g",))
+    assert branched.sub_grid_zero_axes == ("g",) and scheme("1d", T, "dsp", g=2).sub_grid_zero_axes == ()
     assert scheme("1d", T, "dsp_csub", g=1).parameter_layout("vector", ["d_model"]) == Layout()
 
 
@@ -276,8 +280,8 @@ def test_a_regions_map_replaces_the_streams():
         "regions": {"stream": {"batch": ["r"], "length": ["c"]}, "attention": {"heads": ["c"]}},
         "parameters": {"in": {"d_ff": ["c"]}, "all": {"d_model": ["r"]}},
     }
-    found = compose_scheme(values["tensor"], values["branch"], 1)
-    assert table(found) == {
+    composed = compose_scheme(values["tensor"], values["branch"], 1)
+    assert table(composed) == {
         "stream": "batch: r, length: c",
         "attention": "heads: c",
         "mlp": "batch: r, length: c",
@@ -286,9 +290,9 @@ def test_a_regions_map_replaces_the_streams():
         "out": "d_model: r",
         "vector": "d_model: r",
     }
-    assert found.activation_layout("stream", ["batch", "d_model"]) == Layout.build_canonical({"batch": ["r"]})
-    assert found.parameter_layout("out", ["heads"]) == Layout()
-    assert found.fuses_attention("core")
+    assert composed.activation_layout("stream", ["batch", "d_model"]) == Layout.build_canonical({"batch": ["r"]})
+    assert composed.parameter_layout("out", ["heads"]) == Layout()
+    assert composed.fuses_attention("core")
     values["tensor"]["regions"]["core"] = {"length": ["r"], "memory_length": ["c"]}
     apart = compose_scheme(values["tensor"], values["branch"], 1)
     assert table(apart)["core"] == "length: r, memory_length: c" and not apart.fuses_attention("core")
@@ -297,9 +301,9 @@ def test_a_regions_map_replaces_the_streams():
 def test_contexts_split_length_but_where_heads_are_exchanged():
     values = Config().to_dict()
     values["tensor"] |= {"axes": {"t": 2}, "regions": {"attention": {"heads": ["t"]}, "mlp": {"length": ["t"]}}}
-    found = compose_scheme(values["tensor"], values["branch"], 3, context={"context": 2, "exchange": 4})
-    assert found.mesh_axes(3) == {"data": 3, "context": 2, "exchange": 4, "t": 2}
-    assert {region: str(layout) for region, layout in found.regions.items()} == {
+    composed = compose_scheme(values["tensor"], values["branch"], 3, context={"context": 2, "exchange": 4})
+    assert composed.mesh_axes(3) == {"data": 3, "context": 2, "exchange": 4, "t": 2}
+    assert {region: str(layout) for region, layout in composed.regions.items()} == {
         "stream": "batch: data, length: context+exchange",
         "attention": "batch: data, heads: t, length: context+exchange",
         "core": "batch: data, heads: t+exchange, length: context",
@@ -307,14 +311,14 @@ def test_contexts_split_length_but_where_heads_are_exchanged():
         "experts": "batch: data, length: context+exchange",
         "logits": "batch: data, length: context+exchange",
     }
-    assert {found.key_of_axis(axis) for axis in ("context", "exchange")} == {"parallel.context"}
+    assert {composed.key_of_axis(axis) for axis in ("context", "exchange")} == {"parallel.context"}
 
 
 @pytest.mark.parametrize("branch", ["dsp", "dsp_slice"])
 def test_branches_are_shared_over_the_branch_axes(branch):
     """And by nothing else: a tensor scheme splits what is inside a branch, or nothing."""
-    found = scheme("1d", T, branch, outer=2, inner=2)
-    layouts = {**found.regions, **found.parameters}
+    branched = scheme("1d", T, branch, outer=2, inner=2)
+    layouts = {**branched.regions, **branched.parameters}
     assert {name for name, layout in layouts.items() if layout["branch"]} == {
         *("mlp", "experts", "experts in", "experts out"),
         *ROLES,

@@ -19,14 +19,14 @@ def test_the_smallest_possible_maximum_and_then_the_most_even():
         units = rng.randint(1, 8)
         chunks = rng.randint(1, units)
         costs = [rng.randint(1, 6) for _ in range(units)]
-        found = place_layers(costs, chunks)
-        assert [i for r in found for i in r] == list(range(units)) and all(len(r) for r in found)
+        chunk_ranges = place_layers(costs, chunks)
+        assert [i for r in chunk_ranges for i in r] == list(range(units)) and all(len(r) for r in chunk_ranges)
         ways = []
         for cuts in itertools.combinations(range(1, units), chunks - 1):
             bounds = [0, *cuts, units]
             ways.append(sums(costs, [range(a, b) for a, b in itertools.pairwise(bounds)]))
         best = min((max(w), sum(c * c for c in w)) for w in ways)
-        own = sums(costs, found)
+        own = sums(costs, chunk_ranges)
         assert (max(own), sum(c * c for c in own)) == best
 
 

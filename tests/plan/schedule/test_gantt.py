@@ -14,22 +14,22 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def boxes(picture):
     """{label of an action: its rectangle}; the label is the box's tooltip."""
-    found = [(r, r.find(f"{SVG}title")) for r in xml.fromstring(picture).iter(f"{SVG}rect")]
-    return [(title.text.split()[0], r) for r, title in found if title is not None]
+    rectangles = [(r, r.find(f"{SVG}title")) for r in xml.fromstring(picture).iter(f"{SVG}rect")]
+    return [(title.text.split()[0], r) for r, title in rectangles if title is not None]
 
 
 def test_planned_beside_measured_on_one_scale():
     schedule = generate("zb_h1", 2, 2, 4)
     planned, measured = simulate(schedule), simulate(schedule, transfer=0.5)
-    found = boxes(draw_gantt_svg({"planned": planned.timeline, "measured": measured.timeline}))
+    drawn_boxes = boxes(draw_gantt_svg({"planned": planned.timeline, "measured": measured.timeline}))
     drawn = [(i, e) for i, run in enumerate((planned, measured)) for e in sorted(run.timeline, key=lambda e: e.stage)]
-    assert [name for name, _ in found] == [str(e.action) for _, e in drawn]
+    assert [name for name, _ in drawn_boxes] == [str(e.action) for _, e in drawn]
     scale = (WIDTH - LEFT - RIGHT) / measured.makespan
-    for (_, box), (_, event) in zip(found, drawn, strict=True):
+    for (_, box), (_, event) in zip(drawn_boxes, drawn, strict=True):
         assert float(box.get("x")) == pytest.approx(LEFT + event.start * scale, abs=0.01)
         assert float(box.get("width")) == pytest.approx((event.end - event.start) * scale, abs=0.01)
         assert box.get("fill") == COLOURS[event.action.kind][0]
-    lanes = {(run, e.stage): int(box.get("y")) for (run, e), (_, box) in zip(drawn, found, strict=True)}
+    lanes = {(run, e.stage): int(box.get("y")) for (run, e), (_, box) in zip(drawn, drawn_boxes, strict=True)}
     assert lanes[0, 0] < lanes[0, 1] < lanes[1, 0] < lanes[1, 1]
 
 
@@ -49,8 +49,8 @@ def test_rows_beneath_a_stage_and_what_a_picture_has_no_room_for():
     events = [TimedAction(stage, Action(Kind.FORWARD, stage, 0), 0.0, 1.0) for stage in (0, 1)]
     short = [Bar("gather", 0.1 + i * 1e-4, 0.1 + (i + 1) * 1e-4, "x", f"gather {i}") for i in range(2000)]
     rows = {0: [("communication", [Bar("reduce", 0.0, 2.0, "layers.0", "reduce layers.0"), *short])]}
-    found = boxes(draw_gantt_svg({"a": events, "b": events}, beneath={"b": rows}))
-    by_name = {name: [box for other, box in found if other == name] for name, _ in found}
+    drawn = boxes(draw_gantt_svg({"a": events, "b": events}, beneath={"b": rows}))
+    by_name = {name: [box for other, box in drawn if other == name] for name, _ in drawn}
     assert len(by_name["0F0"]) == len(by_name["0F1"]) == 2
     [long] = by_name["reduce"]
     assert long.get("fill") == BARS["reduce"][0]

@@ -61,8 +61,8 @@ def test_stages_of_a_node_share_its_adapter():
 def test_the_price_of_a_plan_knows_busy_links():
     """On a slow network the stages of an interleaved plan wait for messages as simulated; on a quick one pass by
     pass."""
-    given = "model.layers=16", "pipeline=interleaved", "pipeline.stages=4", "pipeline.chunks=2", "tensor=serial"
-    config = compose_config(["+experiment=gpt_quick", *given, "train.global_batch=64", "train.microbatch=1"])
+    overrides = "model.layers=16", "pipeline=interleaved", "pipeline.stages=4", "pipeline.chunks=2", "tensor=serial"
+    config = compose_config(["+experiment=gpt_quick", *overrides, "train.global_batch=64", "train.microbatch=1"])
     plan, cpu = make_plan(config), read_hardware("cpu")
     quick, crowded = (
         step_price(config, plan, cpu.slow_down({"device": 1, "node": times, "network": times})) for times in (1, 300)

@@ -74,20 +74,20 @@ def errors_of(seed: int) -> list[float]:
         try:
             if violations_of_configuration(c):
                 continue
-            found = predict_training(c, plan := make_plan(c))
+            footprints = predict_training(c, plan := make_plan(c))
         except ConfigError:
             continue
-        if (needed := most(found)) > LEAST:
+        if (needed := most(footprints)) > LEAST:
             error = needed / max(rank.peak for rank in count(c, plan)) - 1
             return (
-                [error, most(predict_answering(c, plan, found)) / count_answering(c, plan) - 1]
+                [error, most(predict_answering(c, plan, footprints)) / count_answering(c, plan) - 1]
                 if c.eval.tasks
                 else [error]
             )
 
 
-def most(found: Sequence[Footprint]) -> int:
-    return max(f.total_bytes for f in found)
+def most(footprints: Sequence[Footprint]) -> int:
+    return max(f.total_bytes for f in footprints)
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.full) for n in range(5, 60))])

@@ -207,8 +207,8 @@ def test_probabilities_are_what_the_kernels_differ_in():
     dropped = configured(**LONG, dropout=0.1, fused_dropout=True)
     assert predict_peak_bytes(dropped, make_plan(dropped)) > 1.75 * flash
     on_gpu = replace(dropped, precision="bf16", cluster=replace(dropped.cluster, device="cuda"))
-    [there] = predict_footprints(on_gpu, make_plan(on_gpu))
-    assert there.total_bytes - there.reserved < flash  # a kernel there draws its masks
+    [footprint] = predict_footprints(on_gpu, make_plan(on_gpu))
+    assert footprint.total_bytes - footprint.reserved < flash  # a kernel there draws its masks
 
 
 def test_what_is_offloaded_is_not_on_the_device():
@@ -318,7 +318,7 @@ def test_negative_control_an_update_that_takes_nothing(monkeypatch):
 
 def holds(c) -> None:
     plan = make_plan(c)
-    found = count(c, plan)
-    peak = max(rank.peak for rank in found)
+    ranks = count(c, plan)
+    peak = max(rank.peak for rank in ranks)
     assert abs(predict_peak_bytes(c, plan) - peak) <= 0.05 * peak, (predict_peak_bytes(c, plan), peak)
-    assert all(len(set(rank.after)) == 1 for rank in found)
+    assert all(len(set(rank.after)) == 1 for rank in ranks)

@@ -60,6 +60,6 @@ def test_a_gated_layer_with_rotations(wide, monkeypatch):
         return count_saved_elements(make_plan(c), build_model(c.model)).activations
 
     numbers = 2 + HEADS  # of a row: one of each norm, and of attention
-    made = 0 if wide else 2 * H + f
-    assert saved(2) - saved(1) == (2 * H + H + 2 * kv + H + 2 * f + made + numbers) * B * S
+    computed = 0 if wide else 2 * H + f
+    assert saved(2) - saved(1) == (2 * H + H + 2 * kv + H + 2 * f + computed + numbers) * B * S
     forget_models()

@@ -68,9 +68,9 @@ def test_a_wide_window_of_few_tokens_is_uneven_and_the_plan_says_so():
 
 def test_another_plan_of_a_run_has_as_many_pieces_as_divide_its_lengths():
     """As when a run goes on with fewer workers."""
-    found = {n: make_plan(configure(context=n, context_kind="ring", length=96, context_pieces=8)).scheme
+    schemes = {n: make_plan(configure(context=n, context_kind="ring", length=96, context_pieces=8)).scheme
              for n in (1, 2, 3, 4, 6)}  # fmt: skip
-    assert {n: 2 * s.rounds if s.zigzag else 0 for n, s in found.items()} == {1: 0, 2: 8, 3: 8, 4: 8, 6: 8}
+    assert {n: 2 * s.rounds if s.zigzag else 0 for n, s in schemes.items()} == {1: 0, 2: 8, 3: 8, 4: 8, 6: 8}
     assert make_plan(configure(context=4, context_kind="ring", length=48, context_pieces=8)).scheme.rounds == 3
 
 

@@ -38,14 +38,14 @@ def explained(c, plan):
 def test_the_rows_add_up_to_what_is_counted(case, zero):
     c = configured(*case, data=2 if len(case[1]) == 1 else 1, zero=zero)
     plan, results = run(c)
-    found = explained(c, plan)
+    report = explained(c, plan)
     total: Counter[str] = Counter()
-    for row in found["collectives"]:
+    for row in report["collectives"]:
         total[f"{row['op']}/{row['axes']}"] += row["bytes"]
-    assert dict(total) == found["communication"] == counted(results)
+    assert dict(total) == report["communication"] == counted(results)
     launched = Counter((x.op, "+".join(x.axes), x.elements) for x in results[0].log)
     rows: Counter[tuple[str, str, int]] = Counter()
-    for row in found["collectives"]:
+    for row in report["collectives"]:
         rows[row["op"], row["axes"], row["elements"]] += row["launches"]
     assert rows == launched
 
@@ -54,20 +54,20 @@ def test_what_sub_grid_zero_holds_and_launches():
     """D&SP-cSub: the rows add up to the counted bytes, every rank launches its rows, and the others hold less."""
     c = configure("1d", {"t": 2}, branch="dsp_csub", branch_axes={"g": 2}, data=2)
     plan, results = run(c)
-    found = explained(c, plan)
-    assert found["communication"] == counted(results)
-    assert sum(row["bytes"] for row in found["collectives"]) == sum(counted(results).values())
-    elsewhere = found["elsewhere"]
-    assert elsewhere["parameters_per_worker"] < found["parameters_per_worker"]
-    assert elsewhere["saved_elements_per_worker"]["activations"] < found["saved_elements_per_worker"]["activations"]
+    report = explained(c, plan)
+    assert report["communication"] == counted(results)
+    assert sum(row["bytes"] for row in report["collectives"]) == sum(counted(results).values())
+    elsewhere = report["elsewhere"]
+    assert elsewhere["parameters_per_worker"] < report["parameters_per_worker"]
+    assert elsewhere["saved_elements_per_worker"]["activations"] < report["saved_elements_per_worker"]["activations"]
     for r in results:
         rows: Counter[str] = Counter()
         for _, x, launches in step_collectives(plan):
             rows[x.op] += launches if is_at_index_zero(x.only, plan.mesh.rank_coordinates(r.rank)) else 0
         assert rows == Counter(x.op for x in r.log)
-    text = render_explanation(plan, found)
+    text = render_explanation(plan, report)
     assert "only at" in text and "g=0" in text and "per worker of another sub-grid" in text
-    assert found["branch_messages"] == {
+    assert report["branch_messages"] == {
         "order": "inner",
         "inner": {"inside a node": 8, "between nodes": 0}, "outer": {"inside a node": 4, "between nodes": 4},
     }  # fmt: skip
@@ -79,7 +79,7 @@ def test_layers_are_folded():
         c = configure("1d", {"t": 2}, layers=layers)
         rows[layers] = explained(c, make_plan(c))["collectives"]
     assert len(rows[2]) == len(rows[6])
-    up = {n: next(r for r in found if r["operation"] == "project layers.*.mlp.up") for n, found in rows.items()}
+    up = {n: next(r for r in table if r["operation"] == "project layers.*.mlp.up") for n, table in rows.items()}
     assert (up[2]["times"], up[6]["times"]) == (2, 6)
     assert up[6]["bytes"] == 3 * up[2]["bytes"]
     assert up[6]["phase"] == "backward"
@@ -111,7 +111,7 @@ def test_groups_partition_the_ranks():
     c = configured(*CASES[0], data=2)
     groups = explained(c, make_plan(c))["groups"]
     assert groups["t"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert all(sorted(r for g in found for r in g) == list(range(8)) for found in groups.values())
+    assert all(sorted(r for g in members for r in g) == list(range(8)) for members in groups.values())
 
 
 def test_text():
@@ -143,9 +143,9 @@ def test_the_order_of_the_branch_axes_decides_the_messages_and_nothing_else():
     assert list(plan.mesh.axes) == ["stage", "g", "data", "t"]
     compare(outer, plan, results, serial(outer))
     assert sum(counted(results).values()) == sum(communication(make_plan(inner)).values())
-    found = [explained(c, make_plan(c))["branch_messages"] for c in (inner, outer)]
-    assert [m.pop("order") for m in found] == ["inner", "outer"]
-    assert found[0] == found[1] == {
+    messages = [explained(c, make_plan(c))["branch_messages"] for c in (inner, outer)]
+    assert [m.pop("order") for m in messages] == ["inner", "outer"]
+    assert messages[0] == messages[1] == {
         "inner": {"inside a node": 16, "between nodes": 0}, "outer": {"inside a node": 8, "between nodes": 8}
     }  # fmt: skip
 
@@ -158,10 +158,10 @@ def test_the_command():
     tiers = "--tiers", "node=4,rack=8"
     done = command("+experiment=gpt_quick", "branch=dsp", "branch.axes.g=2", "parallel.data=4", *tiers, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["mesh"] == {"stage": 1, "data": 4, "t": 2, "g": 2}
-    assert found["branch_messages"]["inner"] == {"inside a node": 32, "between nodes": 0, "between racks": 0}
-    assert sum(row["bytes"] for row in found["tiers"]["rows"]) == sum(found["communication"].values())
+    report = json.loads(done.stdout)
+    assert report["mesh"] == {"stage": 1, "data": 4, "t": 2, "g": 2}
+    assert report["branch_messages"]["inner"] == {"inside a node": 32, "between nodes": 0, "between racks": 0}
+    assert sum(row["bytes"] for row in report["tiers"]["rows"]) == sum(report["communication"].values())
 
 
 @pytest.mark.parametrize(

@@ -70,30 +70,30 @@ def test_all_is_the_long_output_and_more(capsys):
 
 
 def test_keys_of_the_data_are_kept(capsys):
-    found = json.loads(shown(capsys, f"{SMALL} --json"))
-    assert [key for key in KEYS if key not in found] == []
-    assert {"seconds", "parts", "mfu", "days", "computing"} <= found["time"].keys()
-    assert {"parameters", "total", "stage"} <= found["memory"].keys() and {"bytes", "every"} <= found[
+    report = json.loads(shown(capsys, f"{SMALL} --json"))
+    assert [key for key in KEYS if key not in report] == []
+    assert {"seconds", "parts", "mfu", "days", "computing"} <= report["time"].keys()
+    assert {"parameters", "total", "stage"} <= report["memory"].keys() and {"bytes", "every"} <= report[
         "snapshots"
     ].keys()
 
 
 def test_a_change_gains_what_is_said_when_it_is_typed(capsys):
-    found = json.loads(shown(capsys, f"{SMALL} --json"))
-    assert found["changes"]
-    for change in found["changes"]:
+    report = json.loads(shown(capsys, f"{SMALL} --json"))
+    assert report["changes"]
+    for change in report["changes"]:
         config = compose_config([*shlex.split(SMALL), *change["typed"]])
         plan = make_plan(config)
         config.parallel.data = plan.num_replicas
         price = step_price(config, plan, choose_pricing_hardware(config))
-        assert price.seconds == change["seconds"] < found["time"]["seconds"]
+        assert price.seconds == change["seconds"] < report["time"]["seconds"]
         assert plan.mesh.world_size == 4
 
 
 def test_changes_of_a_plan_that_does_not_fit_do(capsys):
-    found = json.loads(shown(capsys, f"{SMALL} cluster.device_memory=0.0035 --json"))
-    assert found["memory"]["total"] > 3.5e6 and found["changes"]
-    for change in found["changes"]:
+    report = json.loads(shown(capsys, f"{SMALL} cluster.device_memory=0.0035 --json"))
+    assert report["memory"]["total"] > 3.5e6 and report["changes"]
+    for change in report["changes"]:
         config = compose_config([*shlex.split(SMALL), *change["typed"]])
         assert predict_peak_bytes(config, make_plan(config)) == change["memory"] <= 3.5e6
 
@@ -153,8 +153,8 @@ EIGHT_BILLION = (
 
 
 def test_the_recipe_for_fine_tuning_fits_eight_billion_parameters_on_a_node(capsys):
-    found = json.loads(shown(capsys, f"{EIGHT_BILLION} --json"))
-    assert found["memory"]["total"] < found["device"]["memory"] == 80e9
+    report = json.loads(shown(capsys, f"{EIGHT_BILLION} --json"))
+    assert report["memory"]["total"] < report["device"]["memory"] == 80e9
 
 
 def test_several_cheap_keys_are_changed_where_one_is_not_enough_and_the_last_line_is_a_command(capsys):

@@ -51,8 +51,8 @@ def test_closed_forms(n, g, node):
     assert counts(naive, ["g"], node) == naive_messages(n, g, node)
     assert counts(aware, ["g"], node) == aware_messages(n, g, node)
     for mesh, closed in ((naive, naive_messages), (aware, aware_messages)):  # common layers on sub-grid 0: a g-th
-        found = counts(mesh, ["g"], node, from_zero=True)
-        assert tuple(g * count for count in found) == closed(n, g, node)
+        messages = counts(mesh, ["g"], node, from_zero=True)
+        assert tuple(g * count for count in messages) == closed(n, g, node)
     assert sum(naive_messages(n, g, node)) == sum(aware_messages(n, g, node)) == n * g
 
 
@@ -109,10 +109,10 @@ def test_every_byte_has_a_sender_and_a_receiver(name):
     rows = tier_traffic(plan, NetworkTiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size))
     assert sum(row.bytes for row in rows) == sum(communication(plan).values())
     assert rows[0].busiest is None and all(row.busiest <= row.bytes + rows[-1].bytes for row in rows[1:])
-    tiers, found = NetworkTiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size), defaultdict(int)
+    tiers, counted = NetworkTiers.build_tiers({"node": 2, "rack": 4}, plan.mesh.world_size), defaultdict(int)
     for (sender, receiver), (messages, _) in pairs.items():
-        found[tiers.row_between(sender, receiver)] += messages
-    assert [row.messages for row in rows] == [found[row] for row in range(len(rows))]
+        counted[tiers.row_between(sender, receiver)] += messages
+    assert [row.messages for row in rows] == [counted[row] for row in range(len(rows))]
     everything = tier_traffic(plan, NetworkTiers.build_tiers({}, plan.mesh.world_size))
     assert [(row.tier, row.bytes) for row in everything] == [("everywhere", sum(row.bytes for row in rows))]
 
@@ -124,12 +124,12 @@ def test_who_sends_to_whom_is_what_the_ranks_launch(name):
     launched = Counter(
         (launch.op, launch.group, launch.elements) for r in results for launch in r.log if launch.group[0] == r.rank
     )
-    found = defaultdict(int)
+    sizes = defaultdict(int)
     for (op, group, elements), times in launched.items():
         pairs = [(0, 1, 1, 1)] if op == "send" else iterate_transfers(op, len(group))
         for sender, receiver, _, share in pairs:
-            found[group[sender], group[receiver]] += 8 * times * elements * share
-    assert found == {pair: size for pair, (_, size) in pair_traffic(plan).items()}
+            sizes[group[sender], group[receiver]] += 8 * times * elements * share
+    assert sizes == {pair: size for pair, (_, size) in pair_traffic(plan).items()}
 
 
 def test_the_busiest_link_of_a_ring():

@@ -81,12 +81,12 @@ def compare(
             finer = field.space.refine_contender(choice)
             choice = rng.choice(finer) if finer else None
         rated = choice and field.estimate_choices([choice])[0]
-        made = choice and field.space.build_config(choice)
-        if not rated or violations_of_configuration(made) or not (plan := plan_quickly(made, weighs=False)):
+        candidate = choice and field.space.build_config(choice)
+        if not rated or violations_of_configuration(candidate) or not (plan := plan_quickly(candidate, weighs=False)):
             continue
         count -= 1
-        price = step_price(made, plan, field.hardware).seconds
-        yield Compared(model, choice, rated.seconds / price, rated.memory / predict_peak_bytes(made, plan))
+        price = step_price(candidate, plan, field.hardware).seconds
+        yield Compared(model, choice, rated.seconds / price, rated.memory / predict_peak_bytes(candidate, plan))
 
 
 def far_off(compared: list[Compared]) -> list[Compared]:

@@ -18,10 +18,10 @@ TINY = ("model.layers=4", "model.d_model=64", "model.d_ff=128", "model.length=32
 OPEN = ("tensor=auto", "pipeline=auto", "parallel.data=-1", "recompute=auto")
 
 
-def others_from_nothing(found: list[Finalist], hardware) -> list:
+def others_from_nothing(finalists: list[Finalist], hardware) -> list:
     """The choices of the finalists that have another price, or other memory, when nothing is shared."""
     differing = []
-    for one in found:
+    for one in finalists:
         forget_planned()
         forget_models()
         plan = make_plan(one.config)
@@ -55,6 +55,6 @@ def test_recordings_of_other_settings_would_be_found(monkeypatch):
 
 @pytest.mark.full
 def test_prices_of_the_large_search_are_those_from_nothing():
-    given = "model=gpt_1t", "plan.search=[all]", "train.global_batch=3072"
-    tried, kind = finalists(*given, experiment="gpt175b", workers=3072, memory=80e9, hardware="a100_80g")
+    overrides = "model=gpt_1t", "plan.search=[all]", "train.global_batch=3072"
+    tried, kind = finalists(*overrides, experiment="gpt175b", workers=3072, memory=80e9, hardware="a100_80g")
     assert len(tried) >= 8 and not others_from_nothing(tried, kind)

@@ -56,14 +56,14 @@ def every_choice(space: SearchSpace, workers: int):
 
 def brute_force(config, workers: int, memory: float, hardware) -> float:
     """Seconds of the quickest plan of so many workers that fits."""
-    space, found = SearchSpace(config), []
+    space, seconds = SearchSpace(config), []
     for choice in every_choice(space, workers):
-        made = space.build_config(choice)
-        if violations_of_configuration(made) or not (plan := plan_quickly(made)):
+        candidate = space.build_config(choice)
+        if violations_of_configuration(candidate) or not (plan := plan_quickly(candidate)):
             continue
-        if predict_peak_bytes(made, plan) <= memory:
-            found.append(step_price(made, plan, hardware).seconds)
-    return min(found)
+        if predict_peak_bytes(candidate, plan) <= memory:
+            seconds.append(step_price(candidate, plan, hardware).seconds)
+    return min(seconds)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def brute_force(config, workers: int, memory: float, hardware) -> float:
 )
 def test_the_search_finds_what_brute_force_finds(arguments, memory, hardware):
     config, hardware = composed(*TINY, *arguments), read_hardware(hardware)
-    found = search_plans(config, 8, memory, hardware)
-    best = found.fitting_finalists[0]
+    outcome = search_plans(config, 8, memory, hardware)
+    best = outcome.fitting_finalists[0]
     assert best.price.seconds == pytest.approx(brute_force(config, 8, memory, hardware), rel=1e-3)
-    assert best.plan.mesh.world_size == found.workers == 8 and best.peak_memory <= memory
+    assert best.plan.mesh.world_size == outcome.workers == 8 and best.peak_memory <= memory
     assert not violations_of_configuration(best.config) and make_plan(best.config) == best.plan
 
 
@@ -89,10 +89,10 @@ def test_the_estimate_is_near_the_price_of_the_plan():
     rated, judged = ContenderGrid(SearchSpace(config), 4, LARGE, hardware).rate_contenders()
     assert judged == 24 and len(rated) > 15
     for one in rated[::3]:
-        made = SearchSpace(config).build_config(one.choice)
-        plan = make_plan(made)
-        assert one.seconds == pytest.approx(step_price(made, plan, hardware).seconds, rel=0.3), one
-        assert one.memory == pytest.approx(predict_peak_bytes(made, plan), rel=0.6), one
+        candidate = SearchSpace(config).build_config(one.choice)
+        plan = make_plan(candidate)
+        assert one.seconds == pytest.approx(step_price(candidate, plan, hardware).seconds, rel=0.3), one
+        assert one.memory == pytest.approx(predict_peak_bytes(candidate, plan), rel=0.6), one
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(8, {2, 4, 8}), (16, {2, 4})])
@@ -100,13 +100,13 @@ def test_layers_that_stages_do_not_divide_are_interleaved_too(stages, chunks):
     """Llama 3's 126 layers: a stage has 16 or 8 at most, in one chunk or in several, and a shorter bubble in these."""
     sizes = "model.layers=126", "model.d_model=4096", "model.heads=32", "model.d_ff=16384", "model.length=2048"
     keys = "train.global_batch=64", "train.microbatch=1", "tensor.axes.t=2", "parallel.data=1", "precision=bf16"
-    given, hardware = (*sizes, *keys, f"pipeline.stages={stages}"), read_hardware("h100")
-    found = search_plans(
-        composed(*given, "pipeline=interleaved", "pipeline.chunks=-1"), 2 * stages, LARGE, hardware
+    overrides, hardware = (*sizes, *keys, f"pipeline.stages={stages}"), read_hardware("h100")
+    finalists = search_plans(
+        composed(*overrides, "pipeline=interleaved", "pipeline.chunks=-1"), 2 * stages, LARGE, hardware
     ).tried
-    straight = composed(*given, "pipeline=1f1b")
-    assert {f.choice.chunks for f in found} == chunks
-    assert found[-1].price.seconds < step_price(straight, make_plan(straight), hardware).seconds
+    straight = composed(*overrides, "pipeline=1f1b")
+    assert {f.choice.chunks for f in finalists} == chunks
+    assert finalists[-1].price.seconds < step_price(straight, make_plan(straight), hardware).seconds
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,12 @@ def test_what_does_not_fit_is_not_chosen_and_the_table_says_what_it_lacks():
     arguments = *TINY, "tensor.axes.t=-1", "parallel.data=-1", "parallel.zero=-1", "recompute=auto"
     roomy = search_plans(composed(*arguments), 4, LARGE, read_hardware("cpu"))
     tight = roomy.fitting_finalists[0].peak_memory - 1
-    found = search_plans(composed(*arguments), 4, tight, read_hardware("cpu"))
+    outcome = search_plans(composed(*arguments), 4, tight, read_hardware("cpu"))
     assert (
-        found.fitting_finalists[0].peak_memory <= tight
-        and found.fitting_finalists[0].price.seconds >= roomy.fitting_finalists[0].price.seconds
+        outcome.fitting_finalists[0].peak_memory <= tight
+        and outcome.fitting_finalists[0].price.seconds >= roomy.fitting_finalists[0].price.seconds
     )
-    assert any("lacks" in line for line in format_ranking(found, 10))
+    assert any("lacks" in line for line in format_ranking(outcome, 10))
 
 
 def test_without_a_plan_that_fits_the_refusal_names_the_one_that_needs_least():
@@ -184,9 +184,9 @@ def test_the_refusal_names_the_key_that_would_help():
 def test_the_state_of_any_plan_is_at_least_what_a_search_says(kind):
     """Optimizers that keep less of matrices, or factors of moments, are no reason to give a search up too early."""
     config = composed(*TINY, "plan.search=[recompute]", f"optimizer.kind={kind}", "parallel.data=1", "tensor=serial")
-    found = search_plans(config, 1, LARGE, read_hardware("cpu"))
-    held = weight_bytes(found.tried[0].plan, count_states_per_element(config))
-    assert found.least_state_bytes == held["parameters"] + held["optimizer"]
+    outcome = search_plans(config, 1, LARGE, read_hardware("cpu"))
+    held = weight_bytes(outcome.tried[0].plan, count_states_per_element(config))
+    assert outcome.least_state_bytes == held["parameters"] + held["optimizer"]
 
 
 def test_branches_are_searched_too():
@@ -217,8 +217,8 @@ def test_a_run_with_fewer_workers_is_planned_by_the_same_search():
     for workers in (6, 3):
         fresh = composed(*arguments)
         choose_plan(fresh, workers, memory=LARGE)
-        found = replan(config, workers, memory=LARGE)
-        assert found.config == fresh and make_plan(fresh) == found.plan
+        replanned = replan(config, workers, memory=LARGE)
+        assert replanned.config == fresh and make_plan(fresh) == replanned.plan
 
 
 def test_megatrons_heuristics_are_found_again():
@@ -247,9 +247,9 @@ def test_what_has_room_for_an_even_routing_alone_is_no_finalist():
     quickest plan that fits is found."""
     open_keys = "pipeline.stages=-1", "parallel.data=-1", "parallel.experts=-1", "parallel.zero=-1"
     config = composed(*open_keys, "train.global_batch=2048", "model.capacity_factor=0", experiment="deepseek_v3")
-    found = search_plans(config, 256, 130e9, read_hardware("h200"))
-    assert found.quickest_fitting_finalist and found.quickest_fitting_finalist.peak_memory < 130e9
-    assert found.quickest_fitting_finalist.price.seconds < 1.1 * min(f.price.seconds for f in found.tried)
+    outcome = search_plans(config, 256, 130e9, read_hardware("h200"))
+    assert outcome.quickest_fitting_finalist and outcome.quickest_fitting_finalist.peak_memory < 130e9
+    assert outcome.quickest_fitting_finalist.price.seconds < 1.1 * min(f.price.seconds for f in outcome.tried)
 
 
 def test_the_estimate_of_exchanges_is_near_their_price():
@@ -270,8 +270,8 @@ def test_the_estimate_of_exchanges_is_near_their_price():
         [replace(c, zero=config.parallel.zero) for c in choices]
     )
     for one in rated:
-        made = SearchSpace(config).build_config(one.choice)
-        assert one.seconds == pytest.approx(step_price(made, make_plan(made), hardware).seconds, rel=0.3), one
+        candidate = SearchSpace(config).build_config(one.choice)
+        assert one.seconds == pytest.approx(step_price(candidate, make_plan(candidate), hardware).seconds, rel=0.3), one
 
 
 def test_narrow_experts_are_left_whole():
@@ -283,9 +283,11 @@ def test_narrow_experts_are_left_whole():
     rated, _ = ContenderGrid(SearchSpace(config), 32, LARGE, hardware).rate_contenders()
     prices = {}
     for one in rated:
-        made = SearchSpace(config).build_config(one.choice)
-        found = prices[one.choice.experts, one.choice.tensor_experts] = step_price(made, make_plan(made), hardware)
-        assert one.seconds == pytest.approx(found.seconds, rel=0.3), one
+        candidate = SearchSpace(config).build_config(one.choice)
+        price = prices[one.choice.experts, one.choice.tensor_experts] = step_price(
+            candidate, make_plan(candidate), hardware
+        )
+        assert one.seconds == pytest.approx(price.seconds, rel=0.3), one
     assert len(prices) == 2 * 5
     assert all(prices[n, "whole"].seconds < prices[n, "split"].seconds for n in (1, 2, 4, 8, 16))
     best = search_plans(config, 32, LARGE, hardware).quickest_fitting_finalist
@@ -298,9 +300,9 @@ def test_narrow_experts_are_left_whole():
 def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
     monkeypatch.setattr(resources, "_measure_supply", lambda *_: resources.Supply(2, 4, "on this machine"))
     monkeypatch.setattr(resources, "_find_smallest_gpu", lambda: resources.Device(80e9, "NVIDIA H100 80GB HBM3"))
-    given = ["+experiment=gpt_quick", *TINY, "cluster.device=cuda", "pipeline=1f1b", "pipeline.stages=2"]
+    overrides = ["+experiment=gpt_quick", *TINY, "cluster.device=cuda", "pipeline=1f1b", "pipeline.stages=2"]
     with pytest.raises(ConfigError) as refused:
-        resources.reserve_or_suggest(compose_config(given), Command(given), 8, print, spares=0, least=0)
+        resources.reserve_or_suggest(compose_config(overrides), Command(overrides), 8, print, spares=0, least=0)
     (line,) = refused.value.violations
     assert line.startswith("cluster.device=cuda: needs 8 GPUs, 2 there")
     start, _, typed = line.partition("; the best plan for 2 GPUs: python -m platform.launch ")
@@ -308,36 +310,40 @@ def test_a_refusal_for_want_of_gpus_ends_with_a_command_that_runs(monkeypatch):
 
 
 def test_a_refusal_for_want_of_memory_ends_with_a_command_that_runs():
-    given = ["+experiment=gpt_quick", *TINY, "parallel.data=2", "tensor=serial"]
-    config = compose_config(given)
+    overrides = ["+experiment=gpt_quick", *TINY, "parallel.data=2", "tensor=serial"]
+    config = compose_config(overrides)
     plan = make_plan(config)
     device = resources.Device(predict_peak_bytes(config, plan) - 1, "it")
     with pytest.raises(ConfigError) as refused:
-        resources.refuse_lack_of_memory(config, plan, device, Command(given))
+        resources.refuse_lack_of_memory(config, plan, device, Command(overrides))
     (line,) = refused.value.violations
     assert line.startswith("cluster.memory=refuse: a worker needs")
     start, _, typed = line.partition("; the best plan for 2 workers: python -m platform.launch ")
     other = compose_config(shlex.split(typed))
     assert make_plan(other).mesh.world_size == 2 and predict_peak_bytes(other, make_plan(other)) <= device.memory
-    resources.refuse_lack_of_memory(other, make_plan(other), device, Command(given))
+    resources.refuse_lack_of_memory(other, make_plan(other), device, Command(overrides))
 
 
 def test_only_finalists_up_to_the_first_that_fits_are_measured(monkeypatch):
     measured = []
-    monkeypatch.setattr(ranking, "MemoryForecast", lambda *given: measured.append(given) or MemoryForecast(*given))
-    found = search_plans(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
-    assert found.quickest_fitting_finalist is found.tried[0] and len(measured) == 1 < len(found.tried)
-    assert found.fitting_finalists[0] is found.quickest_fitting_finalist and len(measured) == len(found.tried)
+    monkeypatch.setattr(
+        ranking, "MemoryForecast", lambda *arguments: measured.append(arguments) or MemoryForecast(*arguments)
+    )
+    outcome = search_plans(composed(*TINY, "tensor=auto", "parallel.data=-1"), 4, LARGE, read_hardware("cpu"))
+    assert outcome.quickest_fitting_finalist is outcome.tried[0] and len(measured) == 1 < len(outcome.tried)
+    assert outcome.fitting_finalists[0] is outcome.quickest_fitting_finalist and len(measured) == len(outcome.tried)
 
 
 def test_contexts_that_are_slower_than_what_fits_are_not_weighed(monkeypatch):
     """Whether their first kind lacks memory, so that another is taken, matters of what is chosen or shown alone."""
     weighed = []
-    monkeypatch.setattr(planning, "MemoryForecast", lambda *given: weighed.append(given) or MemoryForecast(*given))
+    monkeypatch.setattr(
+        planning, "MemoryForecast", lambda *arguments: weighed.append(arguments) or MemoryForecast(*arguments)
+    )
     stated = "cluster.device=cuda", "cluster.device_memory=80"
     config = composed(*TINY, *stated, "tensor=serial", "parallel.data=-1", "parallel.context=-1")
-    found = search_plans(config, 4, 80e9, read_hardware("h100"))
-    contexts = [f for f in found.tried if f.choice.context > 1]
+    outcome = search_plans(config, 4, 80e9, read_hardware("h100"))
+    contexts = [f for f in outcome.tried if f.choice.context > 1]
     assert contexts and not weighed
     assert [make_plan(f.config) for f in contexts] == [f.settle(80e9).plan for f in contexts] and weighed
 
@@ -358,8 +364,8 @@ def test_stages_that_no_contender_has_are_not_estimated(monkeypatch):
 
 
 def test_a_job_is_written_for_the_chosen_plan(capsys):
-    given = ["data=text", "data.path=/shared/corpus", "checkpoint.url=/shared/checkpoints", "job.nodes=1", "job.cpus=8"]
-    assert not write_job(["slurm", "+experiment=gpt_quick", *TINY[:-1], *given, "tensor=auto", "parallel.data=-1"])
+    typed = ["data=text", "data.path=/shared/corpus", "checkpoint.url=/shared/checkpoints", "job.nodes=1", "job.cpus=8"]
+    assert not write_job(["slurm", "+experiment=gpt_quick", *TINY[:-1], *typed, "tensor=auto", "parallel.data=-1"])
     run = capsys.readouterr().out.partition("--run ")[2].partition("cluster=ray")[0]
     assert "auto" not in run and "parallel.data=8" in run and "tensor=serial" in run
 

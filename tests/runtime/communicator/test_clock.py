@@ -15,20 +15,20 @@ from platform.runtime.progress import PROGRESS, SYNCHRONIZE
 class Event:
     """A device's event, in order of recording; the device has passed those before `reached`."""
 
-    made = reached = 0
+    recorded = reached = 0
 
     def __init__(self, enable_timing: bool):
         assert enable_timing
 
     def record(self) -> None:
-        self.number, Event.made = Event.made, Event.made + 1
+        self.number, Event.recorded = Event.recorded, Event.recorded + 1
 
     def query(self) -> bool:
         return self.number < Event.reached
 
     def synchronize(self) -> None:
         Event.during()
-        Event.reached = Event.made
+        Event.reached = Event.recorded
 
     def elapsed_time(self, end: Event) -> float:
         return 1000.0 * (end.number - self.number)
@@ -37,7 +37,7 @@ class Event:
 @pytest.fixture
 def clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    Event.made = Event.reached = 0
+    Event.recorded = Event.reached = 0
     PROGRESS.begin_call("step(1)")
     yield SectionClock("cuda")
     PROGRESS.begin_call("")
@@ -52,7 +52,7 @@ def test_a_heartbeat_tells_where_the_device_is(clock):
     beats = []
 
     def during():
-        for reached in range(Event.made + 1):
+        for reached in range(Event.recorded + 1):
             Event.reached = reached
             beats.append(PROGRESS.build_heartbeat())
 
@@ -104,7 +104,7 @@ def test_a_collective_ends_where_a_stream_beside_has_waited_for_it(clock, monkey
         assert Event.reached == 0
     reading = detailed.take_section_times()
     assert reading.collectives == [("gather", 1.0, 4.0, 2.0)], "done before the rank wanted it"
-    assert reading.spans == [("layers.0", 3.0, 6.0)] and Event.reached == Event.made
+    assert reading.spans == [("layers.0", 3.0, 6.0)] and Event.reached == Event.recorded
     CollectiveHandle(detailed, wait, lambda: None, flight=never).wait()
     assert detailed.take_section_times().collectives == [("reduce", 0.0, 0.0, 0.0)], (
         "it began and ended before this reading did"
@@ -122,7 +122,7 @@ def test_waits_are_booked_by_axes_too(clock):
 
 def test_a_clock_without_a_timeline_notes_nothing_beside_sections(clock):
     clock.begin_span("layers.0")
-    assert Event.made == 0 and clock.take_section_times() == ({}, {}, [], [], [])
+    assert Event.recorded == 0 and clock.take_section_times() == ({}, {}, [], [], [])
 
 
 def test_a_device_that_goes_on_has_moved_and_one_that_stands_has_not(clock):

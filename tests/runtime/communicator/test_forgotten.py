@@ -44,9 +44,9 @@ class Late:
 
 @pytest.fixture
 def groups():
-    made = ProcessGroups.__new__(ProcessGroups)  # without torch.distributed
-    made._aborted = made._stuck = False
-    return made
+    process_groups = ProcessGroups.__new__(ProcessGroups)  # without torch.distributed
+    process_groups._aborted = process_groups._stuck = False
+    return process_groups
 
 
 def test_it_is_waited_for_until_an_abort_and_a_little_longer(groups):

@@ -161,9 +161,9 @@ class Formed(NamedTuple):
 
 def counted(how: str, ranks: int, environment: dict[str, str] = GLOO_ENVIRONMENT) -> Formed:
     """Form a group of so many threads along a `tree`, with all collectives, or a `full` mesh as gloo does; count."""
-    there = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment}
+    variables = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment}
     command = [sys.executable, "-c", COUNTED, how, str(ranks)]
-    return Formed(*map(int, subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE).stdout.split()))
+    return Formed(*map(int, subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE).stdout.split()))
 
 
 def planned(how: str, ranks: int) -> Formed:

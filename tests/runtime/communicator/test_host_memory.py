@@ -33,30 +33,30 @@ def on_all(pool, work, ranks: int = RANKS) -> list:
 def exchanged(config, plan, communicator):
     """Exchange messages among some ranks, twice. Returns the connections of the tree, those left by the exchanges,
     those of each exchange, and what came."""
-    rank, tree, found, most = communicator.rank, open_sockets(), {}, []
+    rank, tree, received, most = communicator.rank, open_sockets(), {}, []
     connected = communicator._connect_group
 
-    def watched(*given):
-        group = connected(*given)
+    def watched(*arguments):
+        group = connected(*arguments)
         most.append(len(open_sockets().keys() - tree.keys()))
         return group
 
     communicator._connect_group = watched
     for number in range(2):
-        found = {peer: torch.zeros(LARGE + peer, dtype=torch.uint8) for peer in FEW.get(rank, ())}
-        sent = [(peer, torch.full((LARGE + rank,), 10 * number + rank, dtype=torch.uint8)) for peer in found]
-        communicator.exchange(sent, list(found.items()))
+        received = {peer: torch.zeros(LARGE + peer, dtype=torch.uint8) for peer in FEW.get(rank, ())}
+        sent = [(peer, torch.full((LARGE + rank,), 10 * number + rank, dtype=torch.uint8)) for peer in received]
+        communicator.exchange(sent, list(received.items()))
     left = len(open_sockets().keys() - tree.keys())
     known = len(communicator.connections.items() & tree.items())
-    return known, left, most, {peer: x.unique().tolist() for peer, x in found.items()}
+    return known, left, most, {peer: x.unique().tolist() for peer, x in received.items()}
 
 
 def test_only_those_who_have_something_for_each_other_are_connected(pool):
     """Each connection is one socket, each group one more that listens; an exchange leaves none behind."""
-    for rank, (tree, left, most, found) in enumerate(on_all(pool, exchanged)):
+    for rank, (tree, left, most, received) in enumerate(on_all(pool, exchanged)):
         assert tree == 1 + len(find_tree_relatives(rank, RANKS).peer_ranks) and left == 0
         assert most == [1 + len(FEW[rank]) if rank in FEW else 0] * 2
-        assert found == {peer: [10 + peer] for peer in FEW.get(rank, ())}
+        assert received == {peer: [10 + peer] for peer in FEW.get(rank, ())}
 
 
 def told(config, plan, communicator) -> bool:

@@ -14,16 +14,16 @@ def gathered_and_summed(config, plan, communicator) -> tuple[list[torch.Tensor],
     """Several collectives at once along `data`, waited for in reverse, of which every second is over the world too."""
     n, rank = plan.mesh.count_ranks(("data",)), communicator.rank
     axes = [("data",), plan.mesh.order_axes(plan.mesh.axes)]
-    given = [torch.arange(n * size, dtype=dtype) + 100 * rank for size, dtype in SIZES]
-    gathers = [communicator.launch("all_gather", x, axes[i % 2]) for i, x in enumerate(given)]
-    sums = [communicator.launch("reduce_scatter", x, axes[i % 2]) for i, x in enumerate(given)]
+    tensors = [torch.arange(n * size, dtype=dtype) + 100 * rank for size, dtype in SIZES]
+    gathers = [communicator.launch("all_gather", x, axes[i % 2]) for i, x in enumerate(tensors)]
+    sums = [communicator.launch("reduce_scatter", x, axes[i % 2]) for i, x in enumerate(tensors)]
     summed = [s.wait() for s in reversed(sums)][::-1]
-    found = [g.wait() for g in reversed(gathers)][::-1], summed
+    gathered = [g.wait() for g in reversed(gathers)][::-1]
     into = torch.full((n, 3), -1.0)
     into[rank] = rank
     communicator.launch("all_gather", into[rank], ("data",), into=into).wait()
     assert into.tolist() == [[float(i)] * 3 for i in range(n)]
-    return *found, sum(communicator.moved.values())
+    return gathered, summed, sum(communicator.moved.values())
 
 
 SIZES = [(1, torch.float64), (3, torch.float32), (70_000, torch.float32), (5, torch.bfloat16), (2, torch.int64)]
@@ -44,7 +44,7 @@ def test_they_are_what_they_are_called(data, pool):
 
 def test_bytes_are_counted_once(pool):
     c = configure(data=2, microbatch=1, global_batch=2)
-    moved = sum(found[2] for found in pool.run(gathered_and_summed, c, make_plan(c)))
+    moved = sum(nbytes for *_, nbytes in pool.run(gathered_and_summed, c, make_plan(c)))
     expected = sum(
         (TRAFFIC["all_gather"](2, 2 * n) + TRAFFIC["reduce_scatter"](2, 2 * n)) * d.itemsize for n, d in SIZES
     )

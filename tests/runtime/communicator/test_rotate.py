@@ -20,11 +20,11 @@ SIZES = [(1, torch.float64), (3, torch.float32), (70_000, torch.float32), (5, to
 def rotated(communicator, axis="data") -> bool:
     """Whether several rotations at once, waited for in reverse, beside another collective, give what they should."""
     n, me = communicator.mesh.count_ranks((axis,)), communicator.group_index((axis,))
-    given = [torch.arange(size, dtype=dtype) % 100 + me for size, dtype in SIZES]
+    tensors = [torch.arange(size, dtype=dtype) % 100 + me for size, dtype in SIZES]
     communicator.log = []
-    handles = [communicator.launch("rotate", x, (axis,)) for x in given]
+    handles = [communicator.launch("rotate", x, (axis,)) for x in tensors]
     total = communicator.launch("all_reduce", torch.ones(1), (axis,))
-    found = [h.wait() for h in reversed(handles)][::-1]
+    received = [h.wait() for h in reversed(handles)][::-1]
     assert total.wait().item() == n
     assert [launch.elements for launch in communicator.log] == [*(size for size, _ in SIZES), 1]
     counted = communicator.moved[f"rotate/{axis}"]
@@ -32,8 +32,8 @@ def rotated(communicator, axis="data") -> bool:
     assert counted == (
         expected if communicator.rank == communicator.mesh.group_of_rank(communicator.rank, (axis,))[0] else 0
     )
-    before = [x - me + (me - 1) % n for x in given]
-    return all(map(torch.equal, found, before)) and not any(map(torch.equal, found, given))
+    before = [x - me + (me - 1) % n for x in tensors]
+    return all(map(torch.equal, received, before)) and not any(map(torch.equal, received, tensors))
 
 
 def rotated_over_gloo(config, plan, communicator) -> bool:
@@ -64,10 +64,10 @@ def test_as_strictly_as_nccl(mesh, early, monkeypatch):
 def test_two_messages_one_after_the_other_are_stuck(monkeypatch):
     """The negative control: where all send first, nobody receives."""
 
-    def apart(given, out, members, me, group):
-        there = process_groups.dist.isend(given, members[(me + 1) % len(members)], group)
-        here = process_groups.dist.irecv(out, members[me - 1], group)
-        return lambda: [there.wait(), here.wait()]
+    def apart(x, out, members, me, group):
+        sending = process_groups.dist.isend(x, members[(me + 1) % len(members)], group)
+        receiving = process_groups.dist.irecv(out, members[me - 1], group)
+        return lambda: [sending.wait(), receiving.wait()]
 
     monkeypatch.setattr(process_groups, "_start_nccl_rotation", apart)
     with pytest.raises(Stuck):

@@ -46,12 +46,12 @@ def test_both_stages_that_send_first_are_stuck(monkeypatch):
     """The negative control: what `open_stage_connections` did before it let the lower stage send first."""
 
     def meet(self: Communicator, neighbours):
-        here = self.coordinates["stage"]
+        stage = self.coordinates["stage"]
         for pair in neighbours:
-            if here in pair:
-                there = sum(pair) - here
-                sending = self.send(torch.zeros(1), there)
-                self.receive((1,), torch.float32, there).wait()
+            if stage in pair:
+                peer = sum(pair) - stage
+                sending = self.send(torch.zeros(1), peer)
+                self.receive((1,), torch.float32, peer).wait()
                 sending.wait()
 
     pairs = [(0, 1), (1, 2)]
@@ -65,10 +65,10 @@ def test_a_direction_of_its_own_for_every_pair_of_stages(monkeypatch):
     """Both stages may have sent and not yet received: in one queue for both directions they would be stuck."""
 
     def work(groups):
-        if (here := groups.coordinates["stage"]) == 2:
+        if (stage := groups.coordinates["stage"]) == 2:
             return 2.0
-        sending = groups.send(torch.full((1,), float(here)), 1 - here)
-        got = groups.receive((1,), torch.float32, 1 - here).wait().item()
+        sending = groups.send(torch.full((1,), float(stage)), 1 - stage)
+        got = groups.receive((1,), torch.float32, 1 - stage).wait().item()
         sending.wait()
         return got
 
@@ -97,10 +97,10 @@ def test_with_one_hardware_queue_a_message_that_cannot_start_holds_all_that_foll
     """The second one waits for the first to be received, after a sum of which its sender is a part."""
 
     def work(groups):
-        here = groups.coordinates["stage"]
-        sent = [groups.send(torch.full((1,), 1.0 + i), 1) for i in range(messages)] if here == 0 else []
+        stage = groups.coordinates["stage"]
+        sent = [groups.send(torch.full((1,), 1.0 + i), 1) for i in range(messages)] if stage == 0 else []
         total = groups.launch("all_reduce", torch.ones(1), ("stage",)).wait().item()
-        received = [groups.receive((1,), torch.float32, 0) for _ in range(messages)] if here == 1 else []
+        received = [groups.receive((1,), torch.float32, 0) for _ in range(messages)] if stage == 1 else []
         return total, [handle.wait().item() for handle in (*sent, *received)]
 
     def run(connections):
@@ -141,16 +141,16 @@ def test_what_is_given_is_read_when_it_is_sent(op, meanwhile, monkeypatch):
         return groups.receive(x.shape, x.dtype, 0) if groups.coordinates[along] else groups.send(x, 1)
 
     def work(groups):
-        here, x = groups.coordinates[along], torch.ones(3)
-        handle = start(groups, x) if here < 2 else None
-        if here == 0:
+        position, x = groups.coordinates[along], torch.ones(3)
+        handle = start(groups, x) if position < 2 else None
+        if position == 0:
             groups.launch("all_reduce", torch.ones(1), (across,)).wait()
             change(x)
         out = handle and handle.wait()
-        return out.flatten()[:3].tolist() if here == 1 else None
+        return out.flatten()[:3].tolist() if position == 1 else None
 
     results = run_strictly(monkeypatch, STAGES, work, [("t",), ("stage",)], [(0, 1)])[1]
-    assert {str(found) for found in results if found is not None} == {str([read] * 3)}
+    assert {str(received) for received in results if received is not None} == {str([read] * 3)}
 
 
 def test_negative_control_memory_of_gradients_that_is_used_again_before_they_are_reduced(monkeypatch):

@@ -145,10 +145,10 @@ def launched(function, *arguments) -> tuple[int, float]:
     of arguments and results, as one kernel touches each once."""
     from torch._inductor.utils import run_and_get_code
 
-    made = torch.compile(function, dynamic=False)
-    found, (code,) = run_and_get_code(made, *arguments)
+    compiled = torch.compile(function, dynamic=False)
+    results, (code,) = run_and_get_code(compiled, *arguments)
     kernels = len(re.findall(r"^        cpp_fused\w*\(", code, re.MULTILINE))
-    touched = [t for t in tree_leaves((arguments, found)) if isinstance(t, torch.Tensor)]
+    touched = [t for t in tree_leaves((arguments, results)) if isinstance(t, torch.Tensor)]
     return kernels, sum(t.nbytes for t in touched) / arguments[0].numel()
 
 

@@ -64,13 +64,13 @@ def test_a_layer_of_megatron_clones_nothing(model):
 def test_a_clone_is_seen(monkeypatch):
     """Negative control: what is not said to be owned is cloned before its all-reduce."""
     convert = einsum.convert
-    monkeypatch.setattr(einsum, "convert", lambda *given, owned=False: convert(*given))
+    monkeypatch.setattr(einsum, "convert", lambda *arguments, owned=False: convert(*arguments))
     assert of_a_layer("clone") == 4
 
 
 def test_keys_and_values_are_not_repeated():
     """Where as many KV heads as heads or whole groups are local, no index and no repeat, in either pass."""
     for model in ({}, {**MODELS["llama"], "kv_heads": 4}):
-        found = calls(layers=1, **model)
-        assert not found["repeat_interleave"] and not found["index_select"] and not found["index_add"]
+        counts = calls(layers=1, **model)
+        assert not counts["repeat_interleave"] and not counts["index_select"] and not counts["index_add"]
     assert calls(layers=1, **{**MODELS["llama"], "kv_heads": 1})["index_select"]

@@ -67,9 +67,9 @@ def test_scales_of_tensors_and_rows_are_those_of_torchao(kind, powers, dtype):
         round_scales_to_power_of_2=powers,
     )  # fmt: skip
     scaled = quantise_matrices(x, TILES[kind], "e4m3", powers)
-    found = choose_factors(find_tile_maxima(x, TILES[kind]), 448.0, powers)
+    factors = choose_factors(find_tile_maxima(x, TILES[kind]), 448.0, powers)
     nonzero = x.abs().amax(-1, keepdim=True) > 0 if kind == "row" else x.abs().amax() > 0
-    assert torch.equal(torch.where(nonzero, found, 0.0).flatten(), torch.where(nonzero, factor, 0.0).flatten())
+    assert torch.equal(torch.where(nonzero, factors, 0.0).flatten(), torch.where(nonzero, factor, 0.0).flatten())
     values = utilities.to_fp8_saturated(x.float() * factor, torch.float8_e4m3fn)
     assert torch.equal(scaled.values.view(torch.uint8), values.view(torch.uint8))
 

@@ -33,14 +33,14 @@ WHOLE: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def chunks(monkeypatch):
     """The number of rows in each chunk that a backward pass computes."""
-    found: list[int] = []
+    row_counts: list[int] = []
 
     def gradients(self, x, *more, compute=chunked_loss.TwoLayerWeights.compute_chunk_gradients):
-        found.append(len(x))
+        row_counts.append(len(x))
         return compute(self, x, *more)
 
     monkeypatch.setattr(chunked_loss.TwoLayerWeights, "compute_chunk_gradients", gradients)
-    return found
+    return row_counts
 
 
 @pytest.mark.parametrize("name", IN_CHUNKS)
@@ -80,11 +80,11 @@ def test_in_16_bits_it_is_the_whole_within_rounding():
     """Sums of gradients are in fp32 beside rows in bf16, as they are of the whole."""
     torch.manual_seed(0)
     x, w, v = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((40, 8), (16, 8), (8, 16)))
-    found = []
+    gradients = []
     for chunk in (40, 7):
         leaves = [t.clone().requires_grad_() for t in (x, w, v)]
         layer = chunked_loss.TwoLayerWeights(torch.tanh, leaves[1:2], [], leaves[2], None, chunk)
         chunked_loss.compute_by_chunks(layer, leaves[0]).square().sum().backward()
-        found.append([t.grad for t in leaves])
-    for one, other in zip(*found, strict=True):
+        gradients.append([t.grad for t in leaves])
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=0.05 * float(one.abs().max()))

@@ -28,7 +28,7 @@ def joined(monkeypatch) -> list[int]:
     monkeypatch.setattr(
         einsum._JoinedWeights,
         "compute_outputs",
-        lambda self, *given: (counts.append(len(self.weights.names)), outputs(self, *given))[1],
+        lambda self, *arguments: (counts.append(len(self.weights.names)), outputs(self, *arguments))[1],
     )
     return counts
 

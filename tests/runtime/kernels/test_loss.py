@@ -61,10 +61,10 @@ def test_split_vocab(smoothing, cap, dtype, small_chunks):
             (2 * value).backward()
             return value.detach(), mine.grad
 
-        found = run_threads(Mesh.arrange_axes({"t": ranks}), work) if ranks > 1 else [work(_alone())]
+        results = run_threads(Mesh.arrange_axes({"t": ranks}), work) if ranks > 1 else [work(_alone())]
         value, gradient = expected(logits, labels, smoothing, cap)
-        assert all(abs(v - value) <= tolerance * value for v, _ in found)
-        assert (torch.cat([g for _, g in found], 1) - 2 * gradient).abs().max() <= 2 * tolerance
+        assert all(abs(v - value) <= tolerance * value for v, _ in results)
+        assert (torch.cat([g for _, g in results], 1) - 2 * gradient).abs().max() <= 2 * tolerance
 
 
 OWN = {
@@ -103,9 +103,9 @@ def test_a_loss_of_ones_own(name, weighted, small_chunks):
             (2 * value).backward()
             return value.detach(), mine.grad
 
-        found = run_threads(Mesh.arrange_axes({"t": ranks}), work) if ranks > 1 else [work(_alone())]
-        assert all(abs(value - expect) <= 1e-12 * abs(expect) for value, _ in found)
-        gradient = torch.cat([g for _, g in found], 1)
+        results = run_threads(Mesh.arrange_axes({"t": ranks}), work) if ranks > 1 else [work(_alone())]
+        assert all(abs(value - expect) <= 1e-12 * abs(expect) for value, _ in results)
+        gradient = torch.cat([g for _, g in results], 1)
         assert (gradient[:, :VOCAB] - 2 * whole.grad).abs().max() <= 1e-13
         assert not gradient[:, VOCAB:].any()
     if name == "smoothed" and not weighted:
@@ -134,7 +134,7 @@ def test_gradients_at_once_equal_those_kept(tied, more, small_chunks, monkeypatc
     calls = []
     at_once = chunked_loss._compute_loss_by_chunks
     monkeypatch.setattr(
-        chunked_loss, "_compute_loss_by_chunks", lambda *given: calls.append(given[-1]) or at_once(*given)
+        chunked_loss, "_compute_loss_by_chunks", lambda *arguments: calls.append(arguments[-1]) or at_once(*arguments)
     )
     prove(c)
     assert calls and all(g is not None for g in calls)
@@ -197,8 +197,8 @@ def test_a_large_vocab_is_aligned():
 def direction(c) -> torch.Tensor:
     """The whole gradient of the first step as a vector of length 1, whatever the loss's scale."""
     gradients = run(c)[1][0].gradients
-    found = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
-    return found / found.norm()
+    vector = torch.cat([gradients[name].double().flatten() for name in sorted(gradients)])
+    return vector / vector.norm()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -208,7 +208,9 @@ def test_many_logits_are_not_kept_in_16_bits_either(precision, small_chunks, mon
     errors, calls = [], []
     by_chunks = chunked_loss._compute_loss_by_chunks
     monkeypatch.setattr(
-        chunked_loss, "_compute_loss_by_chunks", lambda *given: calls.append(given[-1][1].dtype) or by_chunks(*given)
+        chunked_loss,
+        "_compute_loss_by_chunks",
+        lambda *arguments: calls.append(arguments[-1][1].dtype) or by_chunks(*arguments),
     )
     for kept in (2**31, 1):
         monkeypatch.setattr(chunks, "_KEPT", kept)

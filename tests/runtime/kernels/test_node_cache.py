@@ -39,8 +39,8 @@ def compile_both() -> dict[str, float]:
         traced = TracedFunction(make_fx(block)(x, w), "block")
         for _ in range(2):
             total += float(compile_region(region)(x).sum() + compile_region(traced)(x, w).sum())
-    found = counters["inductor"]
-    return {"compiled": found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"], "total": total}
+    counts = counters["inductor"]
+    return {"compiled": counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"], "total": total}
 
 
 def run_ranks(folder: str, broken: str) -> list[dict[str, float]]:

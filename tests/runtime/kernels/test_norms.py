@@ -31,16 +31,17 @@ def ours(x, gain, eps):
 
 @pytest.mark.parametrize("name", GAINS)
 def test_equals_torch(name):
-    found, expected = results(ours, GAINS[name]), results(lambda x, g, eps: F.rms_norm(x, g.shape, g, eps), GAINS[name])
-    for one, other in zip(found, expected, strict=True):
+    actual = results(ours, GAINS[name])
+    expected = results(lambda x, g, eps: F.rms_norm(x, g.shape, g, eps), GAINS[name])
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
 def test_16_bits_are_computed_in_32():
     """What comes and what goes is in 16 bits, no further from the result of 64 than by their last digit."""
-    found, expected = results(ours, (8,), torch.bfloat16), results(ours, (8,))
-    assert all(x.dtype == torch.bfloat16 for x in found)
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = results(ours, (8,), torch.bfloat16), results(ours, (8,))
+    assert all(x.dtype == torch.bfloat16 for x in actual)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=2**-5, atol=2**-5)
 
 
@@ -74,5 +75,5 @@ def test_16_bits_are_summed_in_32_over_many_rows():
 
 def test_negative_control_a_gradient_without_the_statistic(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "addcmul_", lambda self, *_, **__: self)
-    found, expected = results(ours, (8,)), results(lambda x, g, eps: F.rms_norm(x, g.shape, g, eps), (8,))
-    assert (found[1] - expected[1]).abs().max() > 1e-3
+    actual, expected = results(ours, (8,)), results(lambda x, g, eps: F.rms_norm(x, g.shape, g, eps), (8,))
+    assert (actual[1] - expected[1]).abs().max() > 1e-3

@@ -150,14 +150,14 @@ def on_a_rank(c: Case, queries, keys, over, communicator, moved=None):
 def differences(expected, results, over) -> dict[str, float]:
     """The largest difference from one softmax, of each tensor, beside its largest number, of ranks' parts together."""
     totals = {name: torch.zeros_like(x) for name, x in expected.items()}
-    for found, _ in results:
+    for parts, _ in results:
         for name in expected:
             if name in ("k", "v"):
-                totals[name][:, :, found["keys"]] += found[name]
+                totals[name][:, :, parts["keys"]] += parts[name]
             elif name == "sink":
-                totals[name] += found[name]
+                totals[name] += parts[name]
             else:
-                totals[name][:, :, found["rows"]] = found[name]
+                totals[name][:, :, parts["rows"]] = parts[name]
     return {name: ((totals[name] - x).abs().max() / max(1, x.abs().max())).item() for name, x in expected.items()}
 
 
@@ -176,16 +176,16 @@ def compared(c: Case, n: int, pieces, ring: bool) -> dict[str, float]:
 def test_a_ring_equals_one_softmax(name, monkeypatch):
     monkeypatch.setattr(panels, "BLOCK", CASES[name].block)
     for n, pieces in ((2, contiguous), (3, zigzag), (4, contiguous)):
-        found = compared(CASES[name], n, pieces, ring=True)
-        assert max(found.values()) < 1e-12, (n, found)
+        errors = compared(CASES[name], n, pieces, ring=True)
+        assert max(errors.values()) < 1e-12, (n, errors)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gathered_keys_equal_one_softmax(name, monkeypatch):
     monkeypatch.setattr(panels, "BLOCK", CASES[name].block)
     for n, pieces in ((2, zigzag), (3, contiguous)):
-        found = compared(CASES[name], n, pieces, ring=False)
-        assert max(found.values()) < 1e-12, (n, found)
+        errors = compared(CASES[name], n, pieces, ring=False)
+        assert max(errors.values()) < 1e-12, (n, errors)
 
 
 @pytest.mark.parametrize("name", ["causal", "sink", "causal, padding", "one head of keys"])
@@ -194,14 +194,14 @@ def test_diagonals_in_parts_equal_one_softmax(name, monkeypatch):
     kernel = attention_pairs.FUSED["cpu", "flash"]
     monkeypatch.setitem(attention_pairs.FUSED, ("cpu", "flash"), kernel._replace(halves=range(3, LENGTH + 1)))
     for n, pieces, ring in ((2, zigzag, False), (1, contiguous, False), (3, zigzag, True)):
-        found = compared(CASES[name], n, pieces, ring)
-        assert max(found.values()) < 1e-12, (n, ring, found)
+        errors = compared(CASES[name], n, pieces, ring)
+        assert max(errors.values()) < 1e-12, (n, ring, errors)
 
 
 def packed(kind: str, sequences: int) -> torch.Tensor:
     """Where the documents of each token begin, int64 [length, sequences]."""
     draw = np.random.default_rng(5)
-    found = []
+    begins = []
     for i in range(sequences):
         borders = {
             "drawn": draw.choice(LENGTH, 4, replace=False),
@@ -211,8 +211,8 @@ def packed(kind: str, sequences: int) -> torch.Tensor:
             "one document": [],
         }[kind]
         first = np.isin(np.arange(LENGTH), borders)
-        found.append(np.maximum.accumulate(np.where(first, np.arange(LENGTH), 0)))
-    return torch.from_numpy(np.stack(found, 1))
+        begins.append(np.maximum.accumulate(np.where(first, np.arange(LENGTH), 0)))
+    return torch.from_numpy(np.stack(begins, 1))
 
 
 def with_documents(monkeypatch, kind: str, short: int, sequences: int = 3) -> None:
@@ -236,11 +236,11 @@ def test_what_documents_hide_is_left_out(kind, short, monkeypatch):
     monkeypatch.setattr(panels, "BLOCK", 5)
     for n, pieces, ring in ((2, zigzag, True), (2, zigzag, False), (3, contiguous, True), (1, contiguous, False)):
         for case in ("documents", "documents, window, math"):
-            found = compared(CASES[case], n, pieces, ring)
-            assert max(found.values()) < 1e-12, (case, n, ring, found)
+            errors = compared(CASES[case], n, pieces, ring)
+            assert max(errors.values()) < 1e-12, (case, n, ring, errors)
     dropped = Case(documents=True, dropout=True, sink=True)
-    found = compared(dropped, 2, zigzag, True)
-    assert max(found.values()) < 1e-12, found
+    errors = compared(dropped, 2, zigzag, True)
+    assert max(errors.values()) < 1e-12, errors
 
 
 def products(monkeypatch, kind: str, short: int) -> tuple[int, int]:
@@ -248,8 +248,8 @@ def products(monkeypatch, kind: str, short: int) -> tuple[int, int]:
     with_documents(monkeypatch, kind, short)
     x = [tensors(CASES["documents"])[name] for name in "qkv"]
     plan = PanelAttention([Stretch(0, LENGTH)], [[Stretch(0, LENGTH)]], (), "flash", SCALE, True)
-    found = panels._PanelPairs(plan, x, None, Hiding(BEGINS)).panel_pairs(0)
-    each = [(p.score_count * (1 if p.sequences else BATCH), p.relation == MASKED) for p in found]
+    pairs = panels._PanelPairs(plan, x, None, Hiding(BEGINS)).panel_pairs(0)
+    each = [(p.score_count * (1 if p.sequences else BATCH), p.relation == MASKED) for p in pairs]
     return sum(n for n, _ in each), sum(n for n, masked in each if masked)
 
 
@@ -266,7 +266,7 @@ def test_scores_are_those_that_documents_leave(kind, monkeypatch):
 def early(change):
     """The mistake: documents begin, for what is left out, elsewhere than they do."""
     cut = attention_pairs._cut_queries_at_documents
-    return lambda *given: [(rows, q, change(q, begins)) for rows, q, begins in cut(*given)]
+    return lambda *arguments: [(rows, q, change(q, begins)) for rows, q, begins in cut(*arguments)]
 
 
 @pytest.mark.parametrize("kind", ["drawn", "at the borders of blocks"])
@@ -284,26 +284,26 @@ def test_negative_control_a_wrong_border(change, kind, monkeypatch):
 
 def test_documents_are_read_once_where_they_came_from(monkeypatch):
     """Numbers of a device are known on the host from before, and pairs are made once for all layers."""
-    made = []
-    monkeypatch.setattr(attention_pairs, "_cut_sequences", lambda *given: made.append(given) or iter(()))
+    cuts = []
+    monkeypatch.setattr(attention_pairs, "_cut_sequences", lambda *arguments: cuts.append(arguments) or iter(()))
     begins = torch.zeros(LENGTH, BATCH, dtype=torch.int64, device="meta")  # which has no numbers to give
     attention_pairs.note_host_copy(begins, torch.zeros(LENGTH, BATCH, dtype=torch.int64))
     for _ in range(2):
         assert attention_pairs.document_pairs(begins, [Stretch(0, LENGTH)], 8, "key", lambda *_: []) == []
-    assert len(made) == 1 and begins in attention_pairs._KNOWN
-    del begins, made[:]
+    assert len(cuts) == 1 and begins in attention_pairs._KNOWN
+    del begins, cuts[:]
     assert not len(attention_pairs._KNOWN)
 
 
 def test_one_rank_is_one_call(monkeypatch):
     calls = []
     kernel = attention_pairs.FUSED["cpu", "flash"]
-    forward = lambda *given: calls.append(given) or kernel.forward(*given)  # noqa: E731
+    forward = lambda *arguments: calls.append(arguments) or kernel.forward(*arguments)  # noqa: E731
     monkeypatch.setitem(attention_pairs.FUSED, ("cpu", "flash"), kernel._replace(forward=forward))
-    found, _ = on_a_rank(
+    parts, _ = on_a_rank(
         CASES["causal"], contiguous(1), contiguous(1), (), SingleRank(Mesh.arrange_axes({"context": 1}))
     )
-    assert torch.allclose(found["out"], one_softmax(CASES["causal"])["out"], rtol=0, atol=1e-13)
+    assert torch.allclose(parts["out"], one_softmax(CASES["causal"])["out"], rtol=0, atol=1e-13)
     [(_, what)] = calls
     assert what.causal and what.hidden is None
 
@@ -344,7 +344,7 @@ def test_negative_control_a_merge_without_the_maximum(monkeypatch):
 
 def test_negative_control_a_wrong_offset():
     def late(n):
-        return [[Stretch(s.first + (i == 1), s.size) for s in found] for i, found in enumerate(contiguous(n))]
+        return [[Stretch(s.first + (i == 1), s.size) for s in stretches] for i, stretches in enumerate(contiguous(n))]
 
     keys, c = late(2), CASES["causal"]
     work = partial(on_a_rank, c, contiguous(2), keys, ("context",))
@@ -383,8 +383,8 @@ def test_pairs_of_a_zigzag_are_half_of_all():
 
 
 def test_gathered_keys_are_a_prefix_and_a_diagonal():
-    found = pair_queries_with_keys([Stretch(16, 8)], [Stretch(0, 32)], True)
-    assert [(p.relation, p.columns) for p in found] == [(WHOLE, (0, 16)), (DIAGONAL, (16, 8))]
+    pairs = pair_queries_with_keys([Stretch(16, 8)], [Stretch(0, 32)], True)
+    assert [(p.relation, p.columns) for p in pairs] == [(WHOLE, (0, 16)), (DIAGONAL, (16, 8))]
     assert pair_queries_with_keys([Stretch(0, 8)], [Stretch(8, 8)], True) == []
     assert [p.relation for p in pair_queries_with_keys([Stretch(0, 8)], [Stretch(0, 8)], False)] == [WHOLE]
 
@@ -429,13 +429,13 @@ def test_kernels_of_gpus_take_what_they_are_given(name, masked):
     if masked and name == "flash":
         return
     make = partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    given = make(2, 4, 40, 24), make(2, 4, 48, 24), make(2, 4, 48, 24)
+    inputs = make(2, 4, 40, 24), make(2, 4, 48, 24), make(2, 4, 48, 24)
     hidden = torch.empty(40, 48, device="meta", dtype=torch.bool) if masked else None
     kernel, what = attention_pairs.FUSED["cuda", name], attention_pairs.Scores(SCALE, False, hidden)
-    out, lse = kernel.forward(given, what)
-    assert (out.shape, lse.shape) == (given[0].shape, (2, 4, 40))
-    found = kernel.backward(make(out.shape), given, (out, lse), what)
-    assert [x.shape for x in found[:3]] == [x.shape for x in given]
+    out, lse = kernel.forward(inputs, what)
+    assert (out.shape, lse.shape) == (inputs[0].shape, (2, 4, 40))
+    derivatives = kernel.backward(make(out.shape), inputs, (out, lse), what)
+    assert [x.shape for x in derivatives[:3]] == [x.shape for x in inputs]
 
 
 def test_queries_whose_last_dim_is_in_pieces():

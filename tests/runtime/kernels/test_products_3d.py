@@ -79,9 +79,9 @@ def check(product: str, p: int, again: bool) -> None:
         x, y = (mine(t.detach(), o, communicator).clone().requires_grad_() for t, o in zip(whole, (a, b), strict=True))
         (z,) = compute_einsums(Operands(communicator, group), x, [y])
         z.backward(mine(upstream, c, communicator))
-        for found, tensor, operand in ((z, expected, c), (x.grad, whole[0].grad, a), (y.grad, whole[1].grad, b)):
+        for actual, tensor, operand in ((z, expected, c), (x.grad, whole[0].grad, a), (y.grad, whole[1].grad, b)):
             wanted = mine(tensor.detach(), operand, communicator)
-            assert (found - wanted).abs().max() <= 1e-10 * tensor.abs().max()
+            assert (actual - wanted).abs().max() <= 1e-10 * tensor.abs().max()
         return communicator.moved
 
     moved = sum(sum(m.values()) for m in run_threads(mesh, work))

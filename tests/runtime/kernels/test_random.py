@@ -41,9 +41,9 @@ def test_bits_are_uniform():
 
 def test_neighbouring_elements_and_keys_share_nothing():
     """Half of the bits differ between neighbours and between keys; the parts of a key are kept apart."""
-    here = residual.random_bits(KEY, torch.arange(N))
+    bits = residual.random_bits(KEY, torch.arange(N))
     for other in (residual.random_bits(KEY, torch.arange(1, N + 1)), residual.random_bits(KEY + 1, torch.arange(N))):
-        difference = here ^ other
+        difference = bits ^ other
         share = sum(((difference >> i) & 1).sum().item() for i in range(64)) / (64 * N)
         assert share == pytest.approx(0.5, abs=6 * 0.5 / math.sqrt(64 * N))
     keys = [
@@ -179,10 +179,10 @@ def test_neither_mkls_choice_of_kernels_nor_a_thread_that_sees_it_unfinished_cha
     command = [sys.executable, "-c", OTHER_KERNELS, when]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    here = [digest(draw(KEY, torch.arange(2048))) for draw in (residual.draw_normal, of_the_old_way)]
-    found = done.stdout.split()
-    assert found[0] == here[0]
-    assert (found[1] == here[1]) == (when == "after")
+    digests = [digest(draw(KEY, torch.arange(2048))) for draw in (residual.draw_normal, of_the_old_way)]
+    printed = done.stdout.split()
+    assert printed[0] == digests[0]
+    assert (printed[1] == digests[1]) == (when == "after")
 
 
 def test_elements_are_global():

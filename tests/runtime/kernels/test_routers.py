@@ -63,8 +63,8 @@ def test_loads_are_shares_in_the_type_of_the_scores():
     draw = torch.Generator().manual_seed(0)
     scores = torch.randn(LENGTH, BATCH, EXPERTS, generator=draw, dtype=torch.float64)
     router = Router("softmax", CHOSEN, balance=1.0)
-    _, found, _ = expert_rows.route_tokens(scores, torch.ones(LENGTH, BATCH, dtype=torch.bool), router, LENGTH)
+    _, loads, _ = expert_rows.route_tokens(scores, torch.ones(LENGTH, BATCH, dtype=torch.bool), router, LENGTH)
     shares = scores.softmax(-1)
     chosen = torch.zeros_like(scores).scatter_(-1, shares.topk(CHOSEN, -1).indices, 1.0)
     wanted = (chosen.mean(0) * shares.mean(0)).sum(-1) * EXPERTS / CHOSEN
-    assert torch.allclose(found, wanted.expand_as(found), rtol=1e-14, atol=0.0)
+    assert torch.allclose(loads, wanted.expand_as(loads), rtol=1e-14, atol=0.0)

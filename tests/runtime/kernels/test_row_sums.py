@@ -21,9 +21,9 @@ def test_equal_plain_sums(rows_type, weights_type):
     rows, at, weights = drawn(rows_type, weights_type)
     loose = {"rtol": 1e-12, "atol": 1e-12} if rows_type == torch.float64 else {"rtol": 1e-2, "atol": 1e-2}
     wanted = sum(weights[..., i, None].double() * rows.double()[at[..., i].clamp_min(0)] for i in range(4))
-    found = sum_weighted_rows(rows, at, weights)
-    assert found.dtype == rows_type and torch.allclose(found.double(), wanted, **loose)
-    assert torch.equal(found, sum_weighted_rows(rows, at, weights))
+    sums = sum_weighted_rows(rows, at, weights)
+    assert sums.dtype == rows_type and torch.allclose(sums.double(), wanted, **loose)
+    assert torch.equal(sums, sum_weighted_rows(rows, at, weights))
     factors = torch.randn(5, 3, 8).to(rows_type)
     products = products_of_rows(rows, at, factors)
     each = (rows.double()[at.clamp_min(0)] * factors.double().unsqueeze(-2)).sum(-1)

@@ -76,18 +76,18 @@ def test_negative_control_a_product_that_overwrites(monkeypatch):
     expected = gradients(c)
     monkeypatch.setitem(ADDS_WIDE, "cpu", True)
     add = products.add_product
-    monkeypatch.setattr(products, "add_product", lambda there, x, y, fresh: add(there, x, y, True))
+    monkeypatch.setattr(products, "add_product", lambda total, x, y, fresh: add(total, x, y, True))
     with kernels_on_cpus():
         assert any(name.endswith("up") for name in differing(c, expected))
 
 
 def test_a_cpu_has_no_such_kernel():
     """Else it could do as CUDA does: its product is added after it."""
-    x, there = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)
+    x, total = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)
     with pytest.raises(NotImplementedError):
-        torch.mm(x, x, out_dtype=there.dtype, out=there)
-    products.add_product(there, x, x, False)
-    assert there.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+        torch.mm(x, x, out_dtype=total.dtype, out=total)
+    products.add_product(total, x, x, False)
+    assert total.tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
 @pytest.mark.parametrize("zero", range(4))

@@ -137,8 +137,8 @@ def test_masks_of_crossing_layers_are_each_layers_own():
 @pytest.mark.parametrize("targets", [TUNE, pytest.param(EVERYWHERE, marks=full)], ids=["usual", "all"])
 def test_what_is_kept_is_what_is_planned(scheme, targets):
     c = tuned("llama", targets, tensor=scheme[0], axes=scheme[1])
-    plan, found = measured(c)
-    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
+    plan, saved = measured(c)
+    assert set(saved) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 def test_a_new_adapter_changes_nothing(monkeypatch):

@@ -89,19 +89,19 @@ def trained(c, steps, start: str = "", end: str = "", storage=None) -> list[floa
         state = RankTrainingState(trainer)
         if start:
             state.restore_checkpoint(storage, start, load_manifest(storage, start))
-        found = []
+        losses = []
         for step in steps:
             report = trainer.step(step)
             assert report.samples == ((step - 1) * BATCH, step * BATCH)
-            found.append(report.loss)
+            losses.append(report.loss)
         if end:
             state.checkpoint_image.fill_parts(state.live_blocks())
             reports.append(state.checkpoint_image.write_file(storage, end))
             tensors.update({h.name: h.shape for h in state.held})
-        return found, state.read_values()
+        return losses, state.read_values()
 
     ranks = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, work)
-    assert all(found == ranks[0][0] for found, _ in ranks)
+    assert all(losses == ranks[0][0] for losses, _ in ranks)
     if end:
         values = ranks[0][1]
         commit_checkpoint(
@@ -147,8 +147,8 @@ def test_negative_control_mean_over_replicas(monkeypatch):
 
     counts = {0: 8, 1: 4, 2: 4}  # sequences that each replica gets: 4 + 4, 4, 4
 
-    def weighted(self, *given):
-        out = run_part(self, *given)
+    def weighted(self, *arguments):
+        out = run_part(self, *arguments)
         own = BATCH / (3 * counts[self.communicator.coordinates["data"]])
         return {name: x * own if name == "loss" else x for name, x in out.items()}
 

@@ -112,11 +112,11 @@ def test_a_rank_computes_its_own_branches_only():
 def test_joins_by_sum_scatter_the_batch():
     """Around the branches: one gather of the batch, and one reduce-scatter of the branches' sum."""
     plan = make_plan(small("resnext", **CASES["dsp g2"]))
-    found = {
+    collectives = {
         name: [(c.op, c.phase) for c in plan.operations["project", name].collectives]
         for name in ("block.input", "block.output")
     }
-    assert found == {
+    assert collectives == {
         "block.input": [("all_gather", "forward"), ("reduce_scatter", "backward")],
         "block.output": [("reduce_scatter", "forward"), ("all_gather", "backward")],
     }
@@ -133,8 +133,8 @@ def test_slices_move_once():
 @pytest.mark.parametrize("kind", ["resnext", "mixed", "summed"])
 def test_saved_for_backward(kind, case):
     c = small(kind, **CASES[case])
-    plan, found = measured(c)
-    assert max(found) == count_saved_elements(plan, build_model(c.model)).total_elements
+    plan, saved = measured(c)
+    assert max(saved) == count_saved_elements(plan, build_model(c.model)).total_elements
 
 
 def test_branches_that_an_axis_does_not_divide(capsys):

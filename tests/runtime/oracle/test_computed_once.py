@@ -18,8 +18,10 @@ SCHEMES = {
 def launches(c, name: str) -> int:
     """Return how often a rank launches the collectives of a product's result in a microbatch's forward passes."""
     plan = make_plan(c)
-    found = [(o, n) for place, o, n in step_collectives(plan) if place == f"project {name}" and o.phase == "forward"]
-    return sum(n for o, n in found if o.op in ("all_reduce", "reduce_scatter")) // plan.microbatches
+    collectives = [
+        (o, n) for place, o, n in step_collectives(plan) if place == f"project {name}" and o.phase == "forward"
+    ]
+    return sum(n for o, n in collectives if o.op in ("all_reduce", "reduce_scatter")) // plan.microbatches
 
 
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.full) for k in ("t5", "experts"))])

@@ -94,16 +94,16 @@ def test_the_kind_that_moves_fewest_bytes_is_chosen():
         for each in ("auto", "gather", "heads"):
             moved[each] = communication(make_plan(configure(context_kind=each, **more)))
         assert moved["auto"] == moved[kind]
-        assert sum(moved[kind].values()) == min(sum(found.values()) for found in moved.values())
+        assert sum(moved[kind].values()) == min(sum(nbytes.values()) for nbytes in moved.values())
 
 
 def test_keys_come_back_by_one_reduce_scatter():
     """Two layers' keys and values, [16 4 32] in fp64 of two microbatches, are gathered by two ranks, and their gradient
     summed where they came from: 2 x 2 x 2 x 2 blocks of half of that each way."""
-    found = communication(make_plan(configure(context=2, context_kind="gather")))
+    nbytes = communication(make_plan(configure(context=2, context_kind="gather")))
     moved = 2 * 2 * 2 * 2 * (16 * 4 * 32 * 8 // 2)
-    assert found["all_gather/context"] == found["reduce_scatter/context"] == moved
-    assert set(found) == {"all_gather/context", "reduce_scatter/context", "all_reduce/context"}  # of parameters
+    assert nbytes["all_gather/context"] == nbytes["reduce_scatter/context"] == moved
+    assert set(nbytes) == {"all_gather/context", "reduce_scatter/context", "all_reduce/context"}  # of parameters
 
 
 def test_a_plan_says_where_keys_do_not_go_around():
@@ -135,7 +135,7 @@ def test_negative_controls(mutant, monkeypatch):
     in_order = conversion.undo_zigzag
     if mutant == "offset":  # each rank's queries are at the first positions
         monkeypatch.setattr(
-            Plan, "stretches_of_rank", lambda *given: [half] if given[2] == "length" else of_tensor(*given)
+            Plan, "stretches_of_rank", lambda *arguments: [half] if arguments[2] == "length" else of_tensor(*arguments)
         )
     elif mutant == "straight":  # pieces in zigzag are taken for consecutive ones
         monkeypatch.setattr(Planner, "count_zigzag_ranks", lambda *_: 1)

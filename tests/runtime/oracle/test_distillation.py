@@ -61,11 +61,15 @@ def test_another_sum_is_found(spoiled, monkeypatch):
     whole = teacher_loss.measure_divergences
 
     def spoil(logits, classes, chunks, communicator, columns, with_gradient):
-        found = whole(logits, classes, chunks, communicator, columns, with_gradient)
+        divergences = whole(logits, classes, chunks, communicator, columns, with_gradient)
         name = {"here": "is_here", "over": "log_sum_exp"}[spoiled]
-        value = torch.ones_like(found.is_here) if spoiled == "here" else (logits / found.temperature).logsumexp(1)
-        object.__setattr__(found, name, value)
-        return found
+        value = (
+            torch.ones_like(divergences.is_here)
+            if spoiled == "here"
+            else (logits / divergences.temperature).logsumexp(1)
+        )
+        object.__setattr__(divergences, name, value)
+        return divergences
 
     monkeypatch.setattr("platform.runtime.chunked_loss.measure_divergences", spoil)
     with pytest.raises(AssertionError):
@@ -100,17 +104,17 @@ def test_the_formula_is_torch_s_and_trl_s(reverse, top, weights, cap):
     targets = Targets(labels, classes=torch.cat((ids.double(), logs), 1))
     classes = LossClasses((), 0, VOCAB, teacher=how, cap=cap)
     ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
-    found = cross_entropy(ours, targets, SingleRank(make_plan(configure()).mesh), classes)
+    actual = cross_entropy(ours, targets, SingleRank(make_plan(configure()).mesh), classes)
     expected = formula(theirs, teacher, labels, how, top, cap)
-    found.backward()
+    actual.backward()
     expected.backward()
-    assert torch.allclose(found, expected, rtol=1e-12)
+    assert torch.allclose(actual, expected, rtol=1e-12)
     assert torch.allclose(ours.grad, theirs.grad, rtol=1e-10, atol=1e-13)
     if top == VOCAB and weights == (0.0, 1.0):
         trainer = pytest.importorskip("trl.experimental.gkd", reason="trl comes by the extra of that name").GKDTrainer
         of_trl = partial(trainer.generalized_jsd_loss, beta=float(reverse), temperature=how.temperature)
         shown = torch.where(labels < 0, -100, labels)
-        assert torch.allclose(found, of_trl(logits, teacher, shown) * (labels >= 0).sum(), rtol=1e-12)
+        assert torch.allclose(actual, of_trl(logits, teacher, shown) * (labels >= 0).sum(), rtol=1e-12)
 
 
 def test_where_the_teacher_is_sure_nothing_is_infinite():

@@ -38,10 +38,10 @@ def sample(of_tokens):
     """Documents of every kind, of which the sequences of a batch have others."""
 
     def drawn(self, draw: np.random.Generator) -> dict[str, np.ndarray]:
-        found, place = of_tokens(self, draw), np.arange(self.model.length)
+        arrays, place = of_tokens(self, draw), np.arange(self.model.length)
         first = np.isin(place, BORDERS[draw.integers(len(BORDERS))])
         begins = np.maximum.accumulate(np.where(first, place, 0))
-        return found | {"begins": begins, "positions": place - begins}
+        return arrays | {"begins": begins, "positions": place - begins}
 
     return drawn
 
@@ -111,11 +111,11 @@ def windowed(name: str, monkeypatch, mutant: bool = False):
     monkeypatch.setattr(oracle, "_serial", {})
     expected = serial(c)
     monkeypatch.setattr(fused_attention, "LEAST", 1)
-    monkeypatch.setattr(fused_attention, "_computes_pair_by_pair", lambda *given: True)
+    monkeypatch.setattr(fused_attention, "_computes_pair_by_pair", lambda *arguments: True)
     monkeypatch.setattr(panels, "LEAST", 1)
     if mutant:
         attention, shorten = panels.PanelAttention, lambda plan: plan._replace(window=plan.window - 1)
-        monkeypatch.setattr(panels, "PanelAttention", lambda *given: shorten(attention(*given)))
+        monkeypatch.setattr(panels, "PanelAttention", lambda *arguments: shorten(attention(*arguments)))
     compare(c, *run(c), expected)
 
 

@@ -180,9 +180,9 @@ def test_negative_control_sizes_of_another_routing(monkeypatch):
     """Where a rank receives as many rows as it sends, the exchange must fail, or the numbers."""
 
     def count(*arguments):
-        found = whole(*arguments)
-        ranks = found.copies.ranks
-        return found._replace(copies=found.copies._replace(ranks=ranks._replace(received=ranks.sent)))
+        counts = whole(*arguments)
+        ranks = counts.copies.ranks
+        return counts._replace(copies=counts.copies._replace(ranks=ranks._replace(received=ranks.sent)))
 
     whole = expert_rows.count_rows
     monkeypatch.setattr(expert_rows, "count_rows", count)
@@ -194,12 +194,12 @@ def test_negative_control_sizes_of_another_routing(monkeypatch):
 def test_negative_control_bytes_of_another_routing():
     c = configured(**PLANS["two ranks"])
     plan, results = prove(c)
-    found = [r.routing for r in results]
+    routings = [r.routing for r in results]
     other = [
         {name: [SentRows(*(numbers[::-1] for numbers in one)) for one in passes] for name, passes in of_rank.items()}
-        for of_rank in found
+        for of_rank in routings
     ]
-    assert replay_traffic(plan, found) == counted(results) != replay_traffic(plan, other)
+    assert replay_traffic(plan, routings) == counted(results) != replay_traffic(plan, other)
     assert {key: n for key, n in replay_traffic(plan, other).items() if "allv" not in key}.items() <= communication(
         plan
     ).items()

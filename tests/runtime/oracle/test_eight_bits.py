@@ -284,8 +284,11 @@ def find_gap(scale: str, name: str) -> tuple[float, float]:
     for one in (alone, wide):
         one.train.microbatch, one.train.global_batch = c.train.microbatch * c.parallel.data, c.train.global_batch
     plan, ranks = run(c)
-    found, (one, exact) = assemble(plan, ranks, lambda r: r.gradients), (run(x)[1][0].gradients for x in (alone, wide))
-    pairs = [(x - one[n][tuple(map(slice, x.shape))].double(), one[n].double() - exact[n]) for n, x in found.items()]
+    gradients = assemble(plan, ranks, lambda r: r.gradients)
+    one, exact = (run(x)[1][0].gradients for x in (alone, wide))
+    pairs = [
+        (x - one[n][tuple(map(slice, x.shape))].double(), one[n].double() - exact[n]) for n, x in gradients.items()
+    ]
     gap, error = (float(sum(x.square().sum() for x in each)) ** 0.5 for each in zip(*pairs, strict=True))
     return gap, error
 

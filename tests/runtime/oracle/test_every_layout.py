@@ -93,11 +93,11 @@ def check_all(layouts: Sequence[Map], axes: str, name: str = "gpt") -> None:
 
 
 def test_one_axis(record_count):
-    found = on_one_axis()
-    record_count("layouts on mesh (2)", len(found), len(found), f"all legal ones of {2 ** len(DIMS)}")
-    assert len(found) >= 20
+    layouts = on_one_axis()
+    record_count("layouts on mesh (2)", len(layouts), len(layouts), f"all legal ones of {2 ** len(DIMS)}")
+    assert len(layouts) >= 20
     for name in ("gpt", "llama"):
-        check_all([{d: ["a"] for d in dims} for dims in found], "a", name)
+        check_all([{d: ["a"] for d in dims} for dims in layouts], "a", name)
 
 
 def test_a_sample_of_two_axes(record_count):
@@ -160,13 +160,13 @@ def test_a_large_sample_of_maps_per_region(seed, record_count):
 @pytest.mark.full
 def test_candidates_miss_nothing():
     """Of all maps that give a dim at most one of two axes, the plan accepts just those among the candidates."""
-    found = {
+    accepted = {
         on
         for on in product((None, "a", "b"), repeat=len(DIMS))
         if legal(model("ab", {d: [a] for d, a in zip(DIMS, on, strict=True) if a}))
     }
     simple = [m for m in candidates("ab") if all(len(on) == 1 for on in m.values())]
-    assert found == {tuple(m.get(d, [None])[0] for d in DIMS) for m in simple if legal(model("ab", m))}
+    assert accepted == {tuple(m.get(d, [None])[0] for d in DIMS) for m in simple if legal(model("ab", m))}
 
 
 def test_a_tied_table_split_for_the_logits_alone():

@@ -58,11 +58,11 @@ class Padded(Tokens):
     """Sequences that end early, in padding."""
 
     def sample(self, draw):
-        found = super().sample(draw)
+        arrays = super().sample(draw)
         end = draw.integers(1, self.model.length + 1)
         for name in ("tokens", "labels"):
-            found[name] = np.where(np.arange(self.model.length) < end, found[name], -1)
-        return found
+            arrays[name] = np.where(np.arange(self.model.length) < end, arrays[name], -1)
+        return arrays
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
@@ -104,21 +104,21 @@ def test_states_equal_plain_pytorch(padded, monkeypatch):
         weights = {n: w.detach().clone().requires_grad_() for n, w in one.weights.master.items()}
         gradients: dict[str, torch.Tensor] = {}
 
-        def keep(found=gradients):
-            found.update((n, g.clone()) for n, g in one.weights.gradients.items())
+        def keep(kept=gradients):
+            kept.update((n, g.clone()) for n, g in one.weights.gradients.items())
             return Differences()
 
         report = one.step(step, verify=keep)
         batch = corpus.batch("train", 4 * (step - 1), 4 * step)
         tokens, labels = (torch.from_numpy(batch[name]) for name in ("tokens", "labels"))
-        found = loss_of(c.model, weights | states, tokens, labels)
-        found.loss.backward()
-        assert report.loss == pytest.approx(found.loss.item(), rel=1e-12)
+        reference = loss_of(c.model, weights | states, tokens, labels)
+        reference.loss.backward()
+        assert report.loss == pytest.approx(reference.loss.item(), rel=1e-12)
         for name, w in weights.items():
             assert torch.allclose(gradients[name], w.grad, rtol=1e-9, atol=1e-13), name
         free = {**states, **{n: torch.zeros_like(s) for n, s in states.items() if n.endswith("choice_bias")}}
-        moved += int(loss_of(c.model, weights | free, tokens, labels).loss != found.loss)
-        states |= settled(c.model, states, found.loads)
+        moved += int(loss_of(c.model, weights | free, tokens, labels).loss != reference.loss)
+        states |= settled(c.model, states, reference.loads)
         assert states.keys() == one.weights.states.keys()
         for name, state in one.weights.states.items():
             assert torch.allclose(state, states[name].double(), rtol=1e-15, atol=1e-15), name
@@ -210,18 +210,18 @@ def test_only_the_way_there_and_back_is_an_all_to_all(scheme):
     ranks along t or y have alike, each moves a part."""
     tensor, axes = SCHEMES[scheme]
     plan = make_plan(configured("shared", 2, tensor=tensor, axes=axes, data=2))
-    found = {
+    elements = {
         (kind, c.op, c.phase): c.elements
         for (kind, name), o in plan.operations.items()
         for c in o.collectives
         if name.startswith("layers.0") and "expert" in c.axes
     }
-    assert set(found) == {(k, "all_to_all", way) for k in ("dispatch", "combine") for way in ("forward", "backward")}
-    given = plan.operations["dispatch", "layers.0.mlp"].operation.outputs[0]
+    assert set(elements) == {(k, "all_to_all", way) for k in ("dispatch", "combine") for way in ("forward", "backward")}
+    dispatched = plan.operations["dispatch", "layers.0.mlp"].operation.outputs[0]
     slots = 16 * 2 // 4
     whole = 4 * 8 * slots * 32  # experts x sequences x slots x d_model
     parts = plan.mesh.count_ranks(plan.scheme.regions["mlp"]["d_ff"]) if scheme in SENT_IN_PARTS else 1
-    assert set(found.values()) == {whole // plan.mesh.count_ranks(plan.layout(given).axes) // parts}
+    assert set(elements.values()) == {whole // plan.mesh.count_ranks(plan.layout(dispatched).axes) // parts}
 
 
 SUMS = {  # scheme, sizes of axes, branch -> the sums over ranks of what experts make, and of their tokens' gradient
@@ -246,7 +246,7 @@ def test_sums_over_ranks_are_of_tokens(case):
     tokens = plan.sizes["length"] * plan.sizes["batch"] * plan.sizes["d_model"]
     ways = {("combine", "forward"), ("dispatch", "backward")}
     assert {(k, "", SUMS[case], phase, tokens) for k, phase in ways} <= {*summing}
-    assert not [found for found in summing if ".experts." in found[1]]
+    assert not [name for _, name, *_ in summing if ".experts." in name]
 
 
 def test_negative_control_a_sum_that_nobody_takes():
@@ -292,11 +292,11 @@ def test_negative_control_gradients_of_other_experts():
 def test_losses_of_a_source_count_as_the_labels_of_its_target(monkeypatch):
     """The mean over a source's tokens is a loss of each token of its target: what is added to the loss is computed here
     from what each router says of its own tokens."""
-    c, found, route = configured("both stacks", global_batch=4, microbatch=4), [], expert_rows.route_tokens
+    c, routed, route = configured("both stacks", global_batch=4, microbatch=4), [], expert_rows.route_tokens
 
     def noted(scores, real, *more):
         weights, auxiliary, counts = route(scores, real, *more)
-        found.append((auxiliary.detach(), real))
+        routed.append((auxiliary.detach(), real))
         return weights, auxiliary, counts
 
     monkeypatch.setattr(expert_rows, "route_tokens", noted)
@@ -305,7 +305,7 @@ def test_losses_of_a_source_count_as_the_labels_of_its_target(monkeypatch):
     c.model.balance_loss = c.model.z_loss = 0.0
     _, (without,) = run(c)
     labels = torch.from_numpy(Tokens(c).batch("train", 0, 4)["labels"]).t() >= 0  # [length, batch]
-    of_first_step = found[: 2 * c.model.layers]  # of the encoder's layers, then of the decoder's
+    of_first_step = routed[: 2 * c.model.layers]  # of the encoder's layers, then of the decoder's
     sources = sum(losses.sum(0) / real.sum(0) for losses, real in of_first_step[: c.model.layers])
     targets = sum((losses * labels).sum() for losses, _ in of_first_step[c.model.layers :])
     assert {len(losses) for losses, _ in of_first_step} == {c.model.source_length, c.model.length} == {8, 16}

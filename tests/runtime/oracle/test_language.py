@@ -81,10 +81,12 @@ def test_equals_plain_pytorch():
 
 
 def test_one_axis(record_count):
-    found = on_one_axis()
-    record_count("layouts of the language on mesh (2)", len(found), len(found), f"all legal ones of {2 ** len(DIMS)}")
-    assert {d for dims in found for d in dims} == set(DIMS)
-    check_all("a", ({d: ["a"] for d in dims} for dims in found))
+    layouts = on_one_axis()
+    record_count(
+        "layouts of the language on mesh (2)", len(layouts), len(layouts), f"all legal ones of {2 ** len(DIMS)}"
+    )
+    assert {d for dims in layouts for d in dims} == set(DIMS)
+    check_all("a", ({d: ["a"] for d in dims} for dims in layouts))
 
 
 @pytest.mark.full
@@ -147,9 +149,9 @@ def test_what_exists_on_sub_grid_zero_alone(only, scheme):
     c = configure(tensor, axes, branch="dsp_csub", branch_axes={"g": 2}, **sizes)
     c.branch.only = ON_SUB_GRID_ZERO[only]
     check(c)
-    plan, found = measured(c)
+    plan, saved = measured(c)
     where = (plan.mesh.rank_coordinates(rank) for rank in range(plan.mesh.world_size))
-    assert found == [count_saved_elements(plan, build_model(c.model), at=at).total_elements for at in where]
+    assert saved == [count_saved_elements(plan, build_model(c.model), at=at).total_elements for at in where]
 
 
 def test_a_parameter_everywhere_is_not_used_at_zero_alone():
@@ -162,8 +164,8 @@ def test_a_parameter_everywhere_is_not_used_at_zero_alone():
 @pytest.mark.parametrize("rules", [{}, {"d_ff": ["a"]}, {"length": ["a"]}, {"topic": ["a"]}], ids=str)
 def test_saved_for_backward(rules):
     c = language("a", rules)
-    plan, found = measured(c)
-    assert max(found) == count_saved_elements(plan, build_model(c.model)).total_elements
+    plan, saved = measured(c)
+    assert max(saved) == count_saved_elements(plan, build_model(c.model)).total_elements
 
 
 def test_the_model_uses_every_word():
@@ -192,8 +194,8 @@ def test_a_maximum_that_several_ranks_hold_shares_its_gradient():
         statistics.max_over_dims(mine, [1], communicator, ("a",)).sum().backward()
         return mine.grad
 
-    found = torch.cat(run_threads(Mesh.arrange_axes({"a": 2}), work), 1)
-    assert torch.allclose(found, whole.grad)
+    gradient = torch.cat(run_threads(Mesh.arrange_axes({"a": 2}), work), 1)
+    assert torch.allclose(gradient, whole.grad)
 
 
 def test_own_dims_may_be_mapped():

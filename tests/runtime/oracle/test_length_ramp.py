@@ -49,7 +49,7 @@ def in_contexts(kind: str, **more: Any) -> Config:
 def by_hand(c: Config, corpus: Any, step: int) -> dict[str, Any]:
     """The sequences of a step, row by row: the samples of the step in their order, each from left to right."""
     length = {1: 4, 2: 8, 3: 16}[step]
-    found: dict[str, list[Any]] = {}
+    sequences: dict[str, list[Any]] = {}
     for number in range((step - 1) * c.train.global_batch, step * c.train.global_batch):
         sample = {name: rows[0] for name, rows in corpus.batch("train", number, number + 1).items()}
         for start in range(0, LENGTH, length):
@@ -59,8 +59,8 @@ def by_hand(c: Config, corpus: Any, step: int) -> dict[str, Any]:
             if "segments" in piece:
                 piece["segments"] = [n - piece["segments"][0] for n in piece["segments"]]
             for name, row in piece.items():
-                found.setdefault(name, []).append(row)
-    return {name: torch.tensor(rows) for name, rows in found.items()}
+                sequences.setdefault(name, []).append(row)
+    return {name: torch.tensor(rows) for name, rows in sequences.items()}
 
 
 def check_reference(c: Config, reference: Reference = by_hand) -> None:
@@ -135,9 +135,9 @@ def moved_by_steps(c: Config, plan: Plan) -> tuple[list[Result], list[dict[str, 
         trainer.step = counted  # type: ignore[method-assign, assignment]
         return plans.steps_of(trainer, communicator, range(1, STEPS + 1), True), moved
 
-    found = plans.on_threads(c, plan, work)
-    of_steps = zip(*(moved for _, moved in found), strict=True)
-    return [result for result, _ in found], [dict(sorted(sum(step, Counter()).items())) for step in of_steps]
+    by_rank = plans.on_threads(c, plan, work)
+    of_steps = zip(*(moved for _, moved in by_rank), strict=True)
+    return [result for result, _ in by_rank], [dict(sorted(sum(step, Counter()).items())) for step in of_steps]
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -149,7 +149,7 @@ def test_a_plan_through_two_boundaries_equals_one_process(name):
     results, moved = moved_by_steps(c, plan)
     compare(c, plan, results, plans.alone(c, [range(1, STEPS + 1)], asks=True)[0])
     assert moved == [communication(plan.plan_of_length(length)) for length in (4, 8, 16)]
-    assert replay([found.log for found in results]) is None, "order of launches"
+    assert replay([result.log for result in results]) is None, "order of launches"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -172,11 +172,11 @@ def test_negative_control_positions_of_the_last_rows(monkeypatch):
 
     real, alone = plans.run_phase, stage_passes.read_sequence_batch
 
-    def wrong(*given):
+    def wrong(*arguments):
         monkeypatch.setattr(stage_passes, "read_sequence_batch", shifted)
-        found = real(*given)
+        outcome = real(*arguments)
         monkeypatch.setattr(stage_passes, "read_sequence_batch", alone)
-        return found
+        return outcome
 
     monkeypatch.setattr(plans, "run_phase", wrong)
     with pytest.raises(AssertionError, match="gradient of"):

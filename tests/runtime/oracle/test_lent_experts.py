@@ -36,10 +36,10 @@ def test_no_rank_gets_busier(seats):
     for _ in range(100):
         load = (torch.rand(8, generator=generator) ** 4 * 100).int().tolist()
         lent = lent_experts(load, 4, seats)
-        at = {e: [e // 2, *(rank for rank, there in enumerate(lent) if e in there)] for e in range(8)}
+        at = {e: [e // 2, *(rank for rank, experts in enumerate(lent) if e in experts)] for e in range(8)}
         busy = [sum(load[e] / len(at[e]) for e in at if rank in at[e]) for rank in range(4)]
         assert max(busy) <= max(sum(load[2 * rank : 2 * rank + 2]) for rank in range(4)) + 1e-9
-        assert all(len(there) <= seats for there in lent)
+        assert all(len(experts) <= seats for experts in lent)
         assert all(len(set(ranks)) == len(ranks) for ranks in at.values())
         for expert, ranks in at.items():
             for source in range(4):
@@ -101,15 +101,15 @@ def lent_in_the_second(c, plan):
 def test_bytes_are_those_of_the_routing(name):
     c = configured(1, **PLANS[name])
     plan = make_plan(c)
-    found = lent_in_the_second(c, plan)
-    lent = found[0][0]
-    assert any(there for layer in lent.values() for there in layer), "nobody lends anything"
-    assert all(one == lent for one, _, _ in found)
+    by_rank = lent_in_the_second(c, plan)
+    lent = by_rank[0][0]
+    assert any(experts for layer in lent.values() for experts in layer), "nobody lends anything"
+    assert all(one == lent for one, _, _ in by_rank)
     moved: dict[str, int] = {}
-    for _, _, of_rank in found:
+    for _, _, of_rank in by_rank:
         for key, n in of_rank.items():
             moved[key] = moved.get(key, 0) + n
-    assert moved == replay_traffic(plan, [routing for _, routing, _ in found], lent)
+    assert moved == replay_traffic(plan, [routing for _, routing, _ in by_rank], lent)
 
 
 def test_a_gradient_that_stays_is_found(monkeypatch):

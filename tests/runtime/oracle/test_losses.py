@@ -59,8 +59,10 @@ def registered() -> Iterator[None]:
 
 
 def build(case, **more):
-    tensor, axes, given = PLANS[case["plan"]]
-    c = configure(tensor, axes, recompute=case["recompute"], **{"layers": 2, **MODELS[case["model"]], **given, **more})
+    tensor, axes, settings = PLANS[case["plan"]]
+    c = configure(
+        tensor, axes, recompute=case["recompute"], **{"layers": 2, **MODELS[case["model"]], **settings, **more}
+    )
     c.train.loss, c.data.objective = case["loss"], "weighed" if case["weighted"] else ""
     return c
 
@@ -109,11 +111,11 @@ def test_a_wrong_derivative_shows(monkeypatch, forgotten):
     c = build({**CASE, "loss": "smoothed"})
     serial(c)
 
-    def wrong(found, classes, gradient):
-        losses, derivatives = judged(found, classes, gradient)
+    def wrong(statistics, classes, gradient):
+        losses, derivatives = judged(statistics, classes, gradient)
         if classes.over and forgotten != "weights":
-            given = {"whole": derivatives.whole, "label": derivatives.label, "every": derivatives.every}
-            derivatives = LogitDerivatives(**{**given, forgotten: torch.zeros_like(derivatives.label)})
+            fields = {"whole": derivatives.whole, "label": derivatives.label, "every": derivatives.every}
+            derivatives = LogitDerivatives(**{**fields, forgotten: torch.zeros_like(derivatives.label)})
         return losses, derivatives
 
     monkeypatch.setattr(chunked_loss, "_compute_token_losses", wrong)
@@ -127,13 +129,13 @@ def test_an_evaluation_is_of_cross_entropy():
     """Of the same weights, whatever they are trained by."""
     own = build(CASE)
     plain = build({**CASE, "loss": "", "weighted": False})
-    found = []
+    means = []
     for c in (own, plain):
         plan = make_plan(c)
-        found.append(
+        means.append(
             run_threads(plan.mesh, lambda one, c=c, plan=plan: trainer_of(c, plan, one).compute_mean_loss("v", 6))
         )
-    assert found[0] == found[1] and abs(found[0][0] - log(61)) < 0.2
+    assert means[0] == means[1] and abs(means[0][0] - log(61)) < 0.2
 
 
 @pytest.mark.full
@@ -145,11 +147,11 @@ def test_compiled():
 
 
 def test_needed_bytes_hold():
-    for plan in ("1d", "zero 3", "stages"):
-        c = build({**CASE, "plan": plan}, length=64, d_model=64)
-        found = make_plan(c)
-        peaks = [rank.peak for rank in count(c, found)]
-        assert abs(predict_peak_bytes(c, found) - max(peaks)) <= 0.05 * max(peaks)
+    for name in ("1d", "zero 3", "stages"):
+        c = build({**CASE, "plan": name}, length=64, d_model=64)
+        plan = make_plan(c)
+        peaks = [rank.peak for rank in count(c, plan)]
+        assert abs(predict_peak_bytes(c, plan) - max(peaks)) <= 0.05 * max(peaks)
 
 
 def test_no_place_for_it():

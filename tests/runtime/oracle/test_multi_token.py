@@ -132,22 +132,22 @@ def shifted(change):
     return lambda sequences, depth, apart: change(streams.read_ahead(sequences, depth, apart), sequences, depth)
 
 
-def label_of_the_next_token(made, sequences, depth):
-    return made | {f"labels_ahead_{k}": np.where(made[f"labels_ahead_{k}"] < 0, -1, sequences["labels"])
+def label_of_the_next_token(ahead, sequences, depth):
+    return ahead | {f"labels_ahead_{k}": np.where(ahead[f"labels_ahead_{k}"] < 0, -1, sequences["labels"])
                    for k in range(1, depth + 1)}  # fmt: skip
 
 
-def embedding_of_the_token_itself(made, sequences, depth):
-    return made | {f"tokens_ahead_{k}": np.where(made[f"tokens_ahead_{k}"] < 0, -1, sequences["tokens"])
+def embedding_of_the_token_itself(ahead, sequences, depth):
+    return ahead | {f"tokens_ahead_{k}": np.where(ahead[f"tokens_ahead_{k}"] < 0, -1, sequences["tokens"])
                    for k in range(1, depth + 1)}  # fmt: skip
 
 
-def beyond_the_document(made, sequences, depth):
+def beyond_the_document(ahead, sequences, depth):
     return streams.read_ahead(sequences, depth, False)
 
 
-def the_sequence_goes_around(made, sequences, depth):
-    return made | {f"{n}_ahead_{k}": np.roll(sequences[n], -k, 1) for n in ("tokens", "labels")
+def the_sequence_goes_around(ahead, sequences, depth):
+    return ahead | {f"{n}_ahead_{k}": np.roll(sequences[n], -k, 1) for n in ("tokens", "labels")
                    for k in range(1, depth + 1)}  # fmt: skip
 
 

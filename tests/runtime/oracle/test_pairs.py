@@ -24,9 +24,9 @@ from tests.fuzz.gpu_plans import on_strict_nccl
 from tests.harness.oracle import MODELS, compare, compute, examine, prove, run, serial, trainer_of, validation_loss
 from tests.harness.threads import ThreadGroups, run_threads
 from tests.runtime.oracle.test_experts import configured
-from tests.runtime.test_whole_tensor_blocks import compiling, fast, made
+from tests.runtime.test_whole_tensor_blocks import compiling, fast, traced_blocks
 
-__all__ = ["fast", "made"]
+__all__ = ["fast", "traced_blocks"]
 
 TWO = {"data": 2, "microbatch": 1, "global_batch": 8}
 PIPED = {**TWO, "layers": 4, "global_batch": 12, "stages": 2}
@@ -116,11 +116,11 @@ def test_no_bit_differs_from_passes_one_after_the_other(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_whole_blocks_wait_in_pairs_too(recompute, made):
+def test_whole_blocks_wait_in_pairs_too(recompute, traced_blocks):
     """Their launches and waits are operators of a graph, in the same order as function by function."""
     c = compiling(**MODELS["experts"], **TWO, experts_of=2, pair_passes="on", layers=1, recompute=recompute)
     plan, results = run(c)
-    assert plan.pairs_passes and made and all(made)
+    assert plan.pairs_passes and traced_blocks and all(traced_blocks)
     examine(c, plan, results)
     c.train.compile = "off"
     for whole, by_function in zip(results, run(c)[1], strict=True):

@@ -143,8 +143,8 @@ def test_scatter_gather_divides_what_is_sent_by_t(scheme):
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
 def test_live_activations_are_the_simulator_s(schedule, chunks):
     c = configure(pipeline=schedule, stages=2, chunks=chunks, microbatch=2, global_batch=12)
-    plan, found = measured_live(c)
-    assert found == list(simulate(build_schedule(c, 1)).peak_live)
+    plan, peaks = measured_live(c)
+    assert peaks == list(simulate(build_schedule(c, 1)).peak_live)
     assert plan.num_stages == 2
 
 
@@ -163,20 +163,20 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     """Of what a stage has sent only the edge of the graph stays: neither the output nor what shares its memory."""
     c = configure(pipeline="gpipe", stages=2, microbatch=2, tied=False)
     plan = make_plan(c)
-    made, alive = [], []  # on stage 0; how many of them there are when each of its backward passes begins
+    references, alive = [], []  # on stage 0; how many of them there are when each of its backward passes begins
     input_gradient, send = PipelineExecutor._compute_input_gradients, ThreadGroups.send
     mine = lambda: threading.current_thread().name == "rank0"  # noqa: E731
 
     def edge(x):
-        made.extend([weakref.ref(x)] if mine() else [])
+        references.extend([weakref.ref(x)] if mine() else [])
         return get_gradient_edge(x)
 
     def sending(self, x, stage):
-        made.extend([weakref.ref(x)] if mine() else [])
+        references.extend([weakref.ref(x)] if mine() else [])
         return send(self, x, stage)
 
     def beginning(self, action, gradients):
-        alive.extend([sum(reference() is not None for reference in made)] if mine() else [])
+        alive.extend([sum(reference() is not None for reference in references)] if mine() else [])
         return input_gradient(self, action, gradients)
 
     monkeypatch.setattr("platform.runtime.pipeline.get_gradient_edge", edge)
@@ -184,7 +184,7 @@ def test_an_output_is_freed_when_it_was_sent(monkeypatch):
     monkeypatch.setattr(ThreadGroups, "send", sending)
     monkeypatch.setattr(PipelineExecutor, "_compute_input_gradients", beginning)
     run_threads(plan.mesh, lambda communicator: trainer_of(c, plan, communicator).compute_gradients(1))
-    assert plan.microbatches == len(alive) == 4 and len(made) == 8 and alive[0] == 0
+    assert plan.microbatches == len(alive) == 4 and len(references) == 8 and alive[0] == 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -200,8 +200,8 @@ def test_evaluation_is_that_of_one_process(schedule):
     (loss,) = work(c, make_plan(c))
     chunks = 2 if schedule == "zb_h1" else 1
     piped = configure("1d", {"t": 2}, pipeline=schedule, stages=2, chunks=chunks, microbatch=4, **MODELS["t5"])
-    for found in work(piped, make_plan(piped)):
-        assert abs(found - loss) < 1e-10
+    for actual in work(piped, make_plan(piped)):
+        assert abs(actual - loss) < 1e-10
 
 
 @pytest.mark.parametrize(

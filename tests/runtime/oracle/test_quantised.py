@@ -156,8 +156,8 @@ def test_ranks_hold_what_is_planned(name):
 @pytest.mark.parametrize("scheme", [("serial", {}), pytest.param(("3d", {"x": 2, "z": 2}), marks=full)], ids=str)
 def test_what_is_kept_is_what_is_planned(scheme):
     c = tuned(tensor=scheme[0], axes=scheme[1])
-    plan, found = measured(c)
-    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
+    plan, saved = measured(c)
+    assert set(saved) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 CUT: dict[str, tuple[dict[str, Any], str]] = {
@@ -195,10 +195,10 @@ def test_texts_are_scored_as_by_one_process(name):
         assert all(scores == ranks[0] for scores in ranks)
         return ranks[0]
 
-    one, found = (scored(tuned(**how)) for how in ({}, PLANS[name]))
+    one, scores = (scored(tuned(**how)) for how in ({}, PLANS[name]))
     if "layers" not in PLANS[name]:
-        assert [g for _, g in found] == [g for _, g in one]
-        assert [s for s, _ in found] == pytest.approx([s for s, _ in one], rel=1e-10)
+        assert [g for _, g in scores] == [g for _, g in one]
+        assert [s for s, _ in scores] == pytest.approx([s for s, _ in one], rel=1e-10)
     assert one != scored(tuned(tune={**TUNE, "kind": "lora"}))
 
 

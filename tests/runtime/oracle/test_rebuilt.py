@@ -79,10 +79,10 @@ def test_what_is_kept_is_what_the_plan_says(case, rebuild):
     c, kept = config_of(case), []
     for width in (0, 1000):
         rebuild(width)
-        plan, found = measured(c)
-        kept.append(max(found))
+        plan, saved = measured(c)
+        kept.append(max(saved))
         if "gpt_oss" not in case:  # whose rows are as routed
-            assert set(found) == {count_saved_elements(plan, build_model(c.model), c.model.dropout).total_elements}
+            assert set(saved) == {count_saved_elements(plan, build_model(c.model), c.model.dropout).total_elements}
     assert kept[0] <= kept[1] and (kept[0] < kept[1]) == (case not in KEEPS_ALL)
 
 

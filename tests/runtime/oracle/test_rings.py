@@ -63,33 +63,35 @@ def test_equals_one_process(case):
 def test_what_is_kept_is_what_the_plan_says(name):
     c = configured(name)
     c.pipeline.kind, c.pipeline.stages = "none", 1
-    plan, found = measured(c)
-    assert set(found) == {count_saved_elements(plan, build_model(c.model)).total_elements}
+    plan, saved = measured(c)
+    assert set(saved) == {count_saved_elements(plan, build_model(c.model)).total_elements}
 
 
 def test_bytes():
     """Two layers' keys and values, [16 4 32] in fp64 of two microbatches: all of them go n - 1 times around, and once
     more, and so do their gradients."""
     for n in (2, 4):
-        found = communication(make_plan(configure(context=n, context_kind="ring")))
-        assert found["rotate/context"] == 3 * (n - 1) * 2 * 2 * 2 * (16 * 4 * 32 * 8)
-        assert set(found) == {"rotate/context", "all_reduce/context"}
+        nbytes = communication(make_plan(configure(context=n, context_kind="ring")))
+        assert nbytes["rotate/context"] == 3 * (n - 1) * 2 * 2 * 2 * (16 * 4 * 32 * 8)
+        assert set(nbytes) == {"rotate/context", "all_reduce/context"}
 
 
 def test_negative_control_keys_of_another_rank(monkeypatch):
     """Of two ranks that pass on their heads, each takes the other's keys for its own."""
     in_turn = panels._iterate_panels
-    monkeypatch.setattr(panels, "_iterate_panels", lambda *given: ((1 - i, k, v) for i, k, v in in_turn(*given)))
+    monkeypatch.setattr(
+        panels, "_iterate_panels", lambda *arguments: ((1 - i, k, v) for i, k, v in in_turn(*arguments))
+    )
     with pytest.raises(AssertionError):
         prove(configured("nested, llama"))
 
 
 def test_bytes_between_nodes():
     """Of two ranks that exchange heads, each passes its heads on: together as many bytes as a ring of two."""
-    found, around = (communication(make_plan(configure(**{**NESTED, "context_kind": k}))) for k in KINDS_OF_NESTED)
+    gathered, around = (communication(make_plan(configure(**{**NESTED, "context_kind": k}))) for k in KINDS_OF_NESTED)
     assert around["rotate/context"] == 3 * 2 * 2 * 2 * (16 * 4 * 32 * 8)
-    assert found.pop("all_to_all/exchange") == around.pop("all_to_all/exchange")
-    assert around["rotate/context"] * 2 == 3 * (found["all_gather/context"] + found["reduce_scatter/context"])
+    assert gathered.pop("all_to_all/exchange") == around.pop("all_to_all/exchange")
+    assert around["rotate/context"] * 2 == 3 * (gathered["all_gather/context"] + gathered["reduce_scatter/context"])
 
 
 def test_a_rotation_that_is_missing_is_seen():

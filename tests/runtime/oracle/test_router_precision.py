@@ -49,9 +49,9 @@ class Seen:
             return compute(coming, x, operands, *more, **options)
 
         def routed(scores, *more):
-            found = route(scores, *more)
-            self.routed[get_ident()].append((scores.detach().clone(), found[0].detach().clone()))
-            return found
+            routing = route(scores, *more)
+            self.routed[get_ident()].append((scores.detach().clone(), routing[0].detach().clone()))
+            return routing
 
         monkeypatch.setattr(einsum, "compute_einsums", einsums)
         monkeypatch.setattr(expert_rows, "route_tokens", routed)
@@ -106,8 +106,8 @@ def test_a_plan_says_in_which_type_scores_move(scheme):
         "1d_sp": (("route", "layers.0.mlp"), "forward", "all_gather"),
     }
     key, phase, op = of_scores[scheme]
-    found = [x for x in plan.operations[key].collectives if (x.phase, x.op) == (phase, op)]
-    assert [x.dtype for x in found] == ["accumulate"]
+    collectives = [x for x in plan.operations[key].collectives if (x.phase, x.op) == (phase, op)]
+    assert [x.dtype for x in collectives] == ["accumulate"]
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
@@ -150,8 +150,8 @@ def test_other_operations_compute_in_the_compute_type():
 
 
 def test_what_may_be_partial_is_read_by_what_is_linear():
-    ops, made = Recorder(Scheme("serial", (), {}, {})), Spec("experts", ("experts", "slots"), open="value")
+    ops, spec = Recorder(Scheme("serial", (), {}, {})), Spec("experts", ("experts", "slots"), open="value")
     with pytest.raises(
         ModelMistake, match=r"inputs of reduce are complete, unlike experts\[experts slots\] of open value"
     ):
-        ops.reduce("layer", "max", Symbol(made), made, Spec.of("experts", "experts"))
+        ops.reduce("layer", "max", Symbol(spec), spec, Spec.of("experts", "experts"))

@@ -48,11 +48,11 @@ def plans_of(monkeypatch):
 
 def sent(plan) -> Counter[str]:
     """Bytes that all workers send in a step on the way to experts and back: over `expert`, and over other axes."""
-    found: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     for place, c, launches in step_collectives(plan):
         if place.startswith(("dispatch", "combine")) and c.dtype == "compute":
-            found["expert" if c.axes == ("expert",) else "others"] += launches * plan.traffic_bytes(c)
-    return found
+            nbytes["expert" if c.axes == ("expert",) else "others"] += launches * plan.traffic_bytes(c)
+    return nbytes
 
 
 @pytest.mark.parametrize("kind", KINDS)

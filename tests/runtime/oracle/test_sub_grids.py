@@ -150,9 +150,9 @@ def test_a_worker_holds_and_updates_what_it_has():
         return sum(w.numel() for w in trainer.weights.master.values()), updated, state, len(trainer.weights.gradients)
 
     for rank, (weights, updated, state, gradients) in enumerate(run_threads(plan.mesh, held)):
-        here = plan.mesh.rank_coordinates(rank)
-        assert weights == updated == state == plan.count_parameters_of_rank(here)
-        assert gradients == sum(plan.has_block(p, here) for p in plan.parameters)
+        coordinates = plan.mesh.rank_coordinates(rank)
+        assert weights == updated == state == plan.count_parameters_of_rank(coordinates)
+        assert gradients == sum(plan.has_block(p, coordinates) for p in plan.parameters)
 
 
 def test_only_owners_reduce_gradients_over_data():

@@ -50,8 +50,8 @@ CASES = {
 }  # fmt: skip
 
 
-def uneven(**given) -> Config:
-    c = configure(**{**SIZES, **given})
+def uneven(**changes) -> Config:
+    c = configure(**{**SIZES, **changes})
     c.tensor.uneven = True
     return c
 
@@ -107,12 +107,12 @@ def test_all_survivors_work(data, t, workers):
     assert replan(c, workers).plan.mesh.world_size == workers
 
 
-@pytest.mark.parametrize(("given", "line"), [
+@pytest.mark.parametrize(("changes", "line"), [
     ({"heads": 7}, "model.heads=7 is not divisible by tensor.axes.t=2"),
     ({"d_ff": 25, "heads": 8}, "model.d_ff=25 is not divisible by tensor.axes.t=2"),
 ])  # fmt: skip
-def test_a_refusal_names_it(given, line):
-    c = uneven(tensor="1d", axes={"t": 2}, **{"d_ff": 24, **given})
+def test_a_refusal_names_it(changes, line):
+    c = uneven(tensor="1d", axes={"t": 2}, **{"d_ff": 24, **changes})
     c.tensor.uneven = False
     with pytest.raises(ValueError, match=line) as error:
         make_plan(c)

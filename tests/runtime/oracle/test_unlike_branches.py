@@ -60,7 +60,7 @@ def test_one_gather_and_one_sum_for_all_branches():
         for kind, name in plan.operations
         if name.startswith("block.")
     }
-    assert {name: found for name, found in moves.items() if found} == {
+    assert {name: collectives for name, collectives in moves.items() if collectives} == {
         "block.split": [("all_gather", ("g",), "forward"), ("reduce_scatter", ("g",), "backward")],
         "block.sum": [("reduce_scatter", ("g",), "forward"), ("all_gather", ("g",), "backward")],
     }
@@ -110,12 +110,12 @@ def test_negative_controls(name):
 @pytest.mark.parametrize("case", ["none", "dsp g2", "dsp g4", "dsp_csub g2"])
 def test_saved_for_backward(case):
     c = small("unlike", **CASES[case])
-    plan, found = measured(c)
+    plan, saved = measured(c)
     metered = [
         count_saved_elements(plan, build_model(c.model), at=plan.mesh.rank_coordinates(rank)).total_elements
         for rank in range(plan.mesh.world_size)
     ]
-    assert found == metered
+    assert saved == metered
 
 
 def test_the_busiest_sub_grid_is_priced():

@@ -52,8 +52,8 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
             communicator, grad_norm_slices(plan, communicator.coordinates), mine
         ).item()
 
-    found = [squares(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, squares)
-    return sqrt(sum(found)), sqrt(sum(g.double().square().sum().item() for g in whole.values()))
+    sums = [squares(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, squares)
+    return sqrt(sum(sums)), sqrt(sum(g.double().square().sum().item() for g in whole.values()))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
@@ -62,16 +62,16 @@ def norm_of(layout: str, scale: float, vocab: int, precision: str) -> tuple[floa
 def test_the_norm_is_exact_in_every_layout(precision, layout, scale):
     """Of short stretches in fp32 too, and of long ones whose squares fp32 cannot hold."""
     vocab = 9_001 if precision == "fp64" or scale != 1.0 else 61
-    found, exact = norm_of(layout, scale, vocab, precision)
-    assert found == pytest.approx(exact, rel=1e-12, abs=0)
+    norm, exact = norm_of(layout, scale, vocab, precision)
+    assert norm == pytest.approx(exact, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_long_stretches_are_summed_in_rows(layout, monkeypatch):
     """To far more digits than fp32 has in one sum: a row that holds a whole stretch is the control."""
-    found, exact = norm_of(layout, 1.0, 9_001, "fp32")
-    assert found == pytest.approx(exact, rel=2e-8, abs=0)
-    assert found != pytest.approx(exact, rel=1e-12, abs=0)
+    norm, exact = norm_of(layout, 1.0, 9_001, "fp32")
+    assert norm == pytest.approx(exact, rel=2e-8, abs=0)
+    assert norm != pytest.approx(exact, rel=1e-12, abs=0)
     monkeypatch.setattr(flat_buffers, "ROW", 1 << 16)
     assert norm_of(layout, 1.0, 9_001, "fp32")[0] != pytest.approx(exact, rel=2e-8, abs=0)
 
@@ -82,11 +82,11 @@ def test_a_stretch_may_mix_all_sizes(few):
     for rest in (1.0, 0.0):
         x = torch.full((2 * SQUARED_AT_ONCE + 7,), rest)
         x[[3, 1000, -1]] = few
-        found = flat_buffers.local_squared_norm(
+        squared = flat_buffers.local_squared_norm(
             SingleRank(make_plan(configure()).mesh), {"x": [slice(0, len(x))]}, {"x": x}
         )
-        assert found.dtype == torch.float64
-        assert found.item() == pytest.approx(x.double().square().sum().item(), rel=1e-7, abs=0, nan_ok=True)
+        assert squared.dtype == torch.float64
+        assert squared.item() == pytest.approx(x.double().square().sum().item(), rel=1e-7, abs=0, nan_ok=True)
 
 
 def test_clipping_follows():

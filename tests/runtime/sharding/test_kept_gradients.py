@@ -74,9 +74,9 @@ def poisoned(trainer) -> SimpleNamespace:
     def poisoning(flat, came):
         def run(name: str) -> None:
             came(name)
-            there, _ = flat.gradient_memory(name)
-            sums[name] = sums.get(name, 0.0) + there
-            there.fill_(torch.nan)
+            memory, _ = flat.gradient_memory(name)
+            sums[name] = sums.get(name, 0.0) + memory
+            memory.fill_(torch.nan)
             flat._summed.discard(name)
 
         return run
@@ -106,6 +106,6 @@ def test_a_kept_gradient_shares_memory_with_nothing_that_is_read_later(seed):
     results = [work(SingleRank(plan.mesh))] if plan.mesh.world_size == 1 else run_threads(plan.mesh, work)
     expected = serial(c).gradients
     largest = max(g.abs().max() for g in expected.values())
-    for name, found in assemble(plan, results, lambda r: r.gradients).items():
-        error = (found - expected[name]).abs().max()
+    for name, gradient in assemble(plan, results, lambda r: r.gradients).items():
+        error = (gradient - expected[name]).abs().max()
         assert error <= 1e-10 * expected[name].abs().max() + 1e-13 * largest, f"{name}: {error}"

@@ -106,12 +106,12 @@ def test_each_bucket_is_waited_for_at_its_first_use(overlap, monkeypatch):
         trainer.step(2)
         return seen, after
 
-    there = [1, 2, 2, 3, 4]  # by span: embedding, block, nothing, block, norm and head
+    needed = [1, 2, 2, 3, 4]  # by span: embedding, block, nothing, block, norm and head
     for seen, after in on_all_ranks(c, work):
         assert after == [not overlap] * 4
-        first, *later = [seen[i : i + len(there)] for i in range(0, len(seen), len(there))]
-        assert first == [[i < n or not overlap for i in range(4)] for n in there]
-        assert later and all(all(resident) for found in later for resident in found)
+        first, *later = [seen[i : i + len(needed)] for i in range(0, len(seen), len(needed))]
+        assert first == [[i < n or not overlap for i in range(4)] for n in needed]
+        assert later and all(all(resident) for spans_of_pass in later for resident in spans_of_pass)
 
 
 SPANS = 5  # embedding, block, nothing, block, norm and head
@@ -120,29 +120,29 @@ SPANS = 5  # embedding, block, nothing, block, norm and head
 def after_an_update(c: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a rank does from an update to the end of the next forward pass, in order, on a card that is not there:
     gathers of weights that it starts and waits for, and spans of the model that begin."""
-    found: list[str] = []
+    events: list[str] = []
     start, move = FlatBucket._launch_gather, ParameterResidency._move_to_span
 
     class Noted:
         def __init__(self, flat: FlatBucket, out: torch.Tensor):
             self.name, self.handle = flat.bucket.name, start(flat, out)
-            found.append(f"start {self.name}")
+            events.append(f"start {self.name}")
 
         def wait(self) -> Any:
-            found.append(f"wait {self.name}")
+            events.append(f"wait {self.name}")
             return self.handle.wait()
 
     def moved(self: ParameterResidency, spans: Any, at: int, way: int) -> None:
         move(self, spans, at, way)
-        found.append(f"span {at}")
+        events.append(f"span {at}")
 
     monkeypatch.setattr(FlatBucket, "_launch_gather", lambda flat, out: Noted(flat, out))
     monkeypatch.setattr(ParameterResidency, "_move_to_span", moved)
     with alone(c, 0, []) as trainer:
         trainer.step(1)
         trainer.step(2)
-    updated = next(i for i, what in enumerate(found) if what.startswith("start"))
-    return found[updated : found.index(f"span {SPANS - 1}", updated) + 1]
+    updated = next(i for i, what in enumerate(events) if what.startswith("start"))
+    return events[updated : events.index(f"span {SPANS - 1}", updated) + 1]
 
 
 NAMES = ["embedding, position", "layers.0", "layers.1", "head, norm"]
@@ -172,12 +172,12 @@ def losses(c: Config) -> list[float]:
     """Of evaluations after steps, by the weights and by their averages."""
 
     def work(trainer: Trainer) -> list[float]:
-        found = []
+        measured = []
         for step in (1, 2):
             trainer.step(step)
             for trainer.config.eval.averaged in (False, True, False):
-                found.append(validation_loss(trainer))
-        return found
+                measured.append(validation_loss(trainer))
+        return measured
 
     c.train.ema = 0.5
     first, *others = on_all_ranks(c, work)
@@ -187,8 +187,8 @@ def losses(c: Config) -> list[float]:
 
 def test_an_evaluation_reads_what_an_update_has_made():
     expected = losses(planned("untied", 2, 0))
-    found = losses(planned("untied", 2, 1))
-    assert found == pytest.approx(expected, rel=1e-10)
+    actual = losses(planned("untied", 2, 1))
+    assert actual == pytest.approx(expected, rel=1e-10)
     assert len(set(expected)) == 4, "averages begin as the first weights, and are put back"
 
 
@@ -218,8 +218,8 @@ def test_frozen_parameters(zero):
     c, plain = planned("tied", 2, zero), planned("tied", 2, 0)
     for one in (c, plain):
         one.train.freeze = FROZEN
-    found, expected = ([r.losses for r in run(one)[1]] for one in (c, plain))
-    assert found[0] == pytest.approx(expected[0], rel=1e-10)
+    actual, expected = ([r.losses for r in run(one)[1]] for one in (c, plain))
+    assert actual[0] == pytest.approx(expected[0], rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["tied", "1f1b, tied"])
@@ -239,8 +239,8 @@ def test_skipped_steps_leave_what_is_there(name):
 
     plain = planned(name, 2, 0)
     plain.precision, plain.loss_scale = c.precision, c.loss_scale
-    for found, expected in zip(on_all_ranks(c, work), on_all_ranks(plain, work), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for actual, expected in zip(on_all_ranks(c, work), on_all_ranks(plain, work), strict=True):
+        assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def test_damage_and_comparisons_see_what_an_update_has_made():
@@ -261,9 +261,9 @@ def test_damage_and_comparisons_see_what_an_update_has_made():
         return of
 
     c = planned("tied", 3, 1)
-    assert not any(found for found in on_all_ranks(c, work(None)))
-    for found in on_all_ranks(c, work(Fault(2, "flip", 1))):
-        assert {damage.rank for damage in found.damaged} == {1}
+    assert not any(on_all_ranks(c, work(None)))
+    for differences in on_all_ranks(c, work(Fault(2, "flip", 1))):
+        assert {damage.rank for damage in differences.damaged} == {1}
 
 
 def test_negative_control_a_comparison_that_does_not_wait(monkeypatch):
@@ -273,7 +273,7 @@ def test_negative_control_a_comparison_that_does_not_wait(monkeypatch):
         trainer.step(1)
         return compare_replicas(trainer, RankTrainingState(trainer), None)
 
-    assert all(found for found in on_all_ranks(planned("tied", 3, 1), work))
+    assert all(on_all_ranks(planned("tied", 3, 1), work))
 
 
 def test_a_later_update_of_the_masters_waits_for_the_gather_before(monkeypatch):
@@ -287,4 +287,4 @@ def test_a_later_update_of_the_masters_waits_for_the_gather_before(monkeypatch):
             trainer.weights.buckets, started, strict=True
         )]  # fmt: skip
 
-    assert all(all(found) for found in on_all_ranks(planned("tied", 2, 1), work))
+    assert all(all(arrived) for arrived in on_all_ranks(planned("tied", 2, 1), work))

@@ -184,11 +184,11 @@ def held(trainer) -> dict[str, int]:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_is_what_the_plan_says(zero, precision):
     c = configure("1d", {"t": 2}, data=3, zero=zero, microbatch=2, global_batch=6, layers=1, precision=precision)
-    plan, found = on_all_ranks(c, held)
+    plan, ranks = on_all_ranks(c, held)
     planned = weight_bytes(plan, 2)
     moment = 2 * plan.itemsize["master"]
     padding = 3 * len(plan.buckets)  # at most two elements each, of which no rank keeps moments
-    for rank in found:
+    for rank in ranks:
         assert {**rank, "optimizer": 0} == {**planned, "optimizer": 0}
         assert 0 <= planned["optimizer"] - rank["optimizer"] <= padding * moment
     whole = make_plan(configure("1d", {"t": 2}, data=3, microbatch=2, global_batch=6, layers=1)).local_parameter_count
@@ -208,9 +208,9 @@ def test_shards_tile_every_block_exactly_once(case, zero):
         assert ranges[0][0] == 0 and ranges[-1][1] == prod(plan.local_shape(p))
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
     for i in range(data):
-        here = {**plan.mesh.rank_coordinates(0), "data": i}
-        mine = sum(stop - start for start, stop in (plan.shard_range(p, here) for p in plan.parameters))
-        assert 0 <= plan.count_masters_of_rank(here) - mine < data * len(plan.buckets)
+        coordinates = {**plan.mesh.rank_coordinates(0), "data": i}
+        mine = sum(stop - start for start, stop in (plan.shard_range(p, coordinates) for p in plan.parameters))
+        assert 0 <= plan.count_masters_of_rank(coordinates) - mine < data * len(plan.buckets)
 
 
 def test_what_a_bucket_holds():
@@ -327,8 +327,8 @@ def test_sharding_the_optimizer_changes_no_bit_of_a_gradient(precision):
     shared = {"data": 2, "precision": precision, "layers": 1, **MODELS["llama"]}
     plain, sharded = (run(configure("1d", {"t": 2}, zero=zero, **shared)) for zero in (0, 1))
     for pick in (lambda r: r.initial, lambda r: r.gradients):
-        expected, found = assemble(*plain, pick), assemble(*sharded, pick)
-        assert all(torch.equal(found[n], expected[n]) for n in expected)
+        expected, actual = assemble(*plain, pick), assemble(*sharded, pick)
+        assert all(torch.equal(actual[n], expected[n]) for n in expected)
     assert sharded[1][0].losses == pytest.approx(plain[1][0].losses, rel=1e-6 if precision == "fp32" else 1e-3)
 
 

@@ -29,11 +29,11 @@ class StandIn:
     def __init__(self, *broken: str):
         self.called, self._broken = [], broken
 
-    def _call(self, name: str, found: Any) -> Any:
+    def _call(self, name: str, reading: Any) -> Any:
         self.called.append(name)
         if name in self._broken:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return found
+        return reading
 
     def nvmlInit(self) -> None:
         self._call("nvmlInit", None)
@@ -66,8 +66,8 @@ def test_a_gpu_is_read_by_nvml() -> None:
 
 
 def test_what_a_gpu_does_not_have_is_left_out() -> None:
-    found = GpuGauges(StandIn("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates"), "GPU-7")()
-    assert found.keys() == {"device_memory", "temperature"}
+    readings = GpuGauges(StandIn("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates"), "GPU-7")()
+    assert readings.keys() == {"device_memory", "temperature"}
 
 
 def test_the_stand_in_is_called_as_the_package_is() -> None:
@@ -162,5 +162,5 @@ def unreadable() -> dict[str, float]:
 
 
 def test_every_reading_has_a_column_in_the_report() -> None:
-    found = {"cpu", "delayed", *ProcessGauges()(), *GpuGauges(StandIn(), "GPU-7")()}
-    assert found == set(GAUGES)
+    readings = {"cpu", "delayed", *ProcessGauges()(), *GpuGauges(StandIn(), "GPU-7")()}
+    assert readings == set(GAUGES)

@@ -42,12 +42,12 @@ def measured(config):
 
 
 def test_a_sound_worker(config, tmp_path):
-    found = measured(config)
-    assert not found.errors and found.readings["wrong"] == 0
-    assert found.facts == {"attention": "flash, heads of 16 in fp32"}
-    assert found.readings.keys() == {"gemm", "wrong", "memory", "write", "read"} <= BY_NAME.keys()
-    assert all(value > 0 for name, value in found.readings.items() if name != "wrong")
-    assert MEASURES.keys() <= BY_NAME.keys() | found.facts.keys()
+    findings = measured(config)
+    assert not findings.errors and findings.readings["wrong"] == 0
+    assert findings.facts == {"attention": "flash, heads of 16 in fp32"}
+    assert findings.readings.keys() == {"gemm", "wrong", "memory", "write", "read"} <= BY_NAME.keys()
+    assert all(value > 0 for name, value in findings.readings.items() if name != "wrong")
+    assert MEASURES.keys() <= BY_NAME.keys() | findings.facts.keys()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # what it wrote is gone
 
 
@@ -59,14 +59,14 @@ def test_what_is_wrong_is_found(config, monkeypatch, how, check):
     monkeypatch.setattr(torch, "mm", torch.mm)  # both are put back after the test
     monkeypatch.setattr(sick_worker.measurements, "open_storage", sick_worker.measurements.open_storage)
     sick_worker.HOW[how]()
-    found = measured(config)
+    findings = measured(config)
     if check == "gemm":
-        assert found.readings["gemm"] < before.readings["gemm"] / 5
+        assert findings.readings["gemm"] < before.readings["gemm"] / 5
     elif check == "wrong":
-        assert found.readings["wrong"] == 1
+        assert findings.readings["wrong"] == 1
     else:
-        assert found.errors.keys() == {check} and check not in found.readings
-        assert {"write": "No space left", "read": "not what it reads"}[check] in found.errors[check]
+        assert findings.errors.keys() == {check} and check not in findings.readings
+        assert {"write": "No space left", "read": "not what it reads"}[check] in findings.errors[check]
 
 
 def test_what_other_threads_of_the_worker_do_does_not_count(config, tmp_path):
@@ -145,10 +145,10 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
         command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n{script}\n')
         command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}" if script else str(tmp_path))
-    found = Findings()
+    findings = Findings()
     query = RunningGpuQuery()
-    query.add_answer(found)
-    assert (found.readings, found.facts) == (readings, facts)
+    query.add_answer(findings)
+    assert (findings.readings, findings.facts) == (readings, facts)
     if script:
         asked = (tmp_path / "asked").read_text().splitlines()
         assert all("--id=GPU-c0ffee" in line for line in asked)
@@ -158,23 +158,23 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, readings, facts):
 @pytest.mark.parametrize(("check", "measure"), CONNECTIONS.items())
 def test_connections_are_measured_and_their_numbers_checked(monkeypatch, check, measure):
     size = 2 if check == "link" else 3
-    found = run_threads(Mesh.arrange_axes({"stage": 1, TOGETHER: size}), lambda c: measure(c, QUICK))
-    assert all(one.readings[check] > 0 and one.readings["wrong"] == 0 for one in found)
+    findings = run_threads(Mesh.arrange_axes({"stage": 1, TOGETHER: size}), lambda c: measure(c, QUICK))
+    assert all(one.readings[check] > 0 and one.readings["wrong"] == 0 for one in findings)
 
     def damaged(c):
         launch = c.launch
 
         def wrong(*args):
-            there = launch(*args).wait().clone()
-            there.view(-1)[5] += 1
-            return SimpleNamespace(wait=lambda: there)
+            received = launch(*args).wait().clone()
+            received.view(-1)[5] += 1
+            return SimpleNamespace(wait=lambda: received)
 
         if c.rank == 1:
             c.launch = wrong
         return measure(c, QUICK)
 
-    found = run_threads(Mesh.arrange_axes({"stage": 1, TOGETHER: size}), damaged)
-    assert [one.readings["wrong"] for one in found] == [6.0 * (rank == 1) for rank in range(size)]
+    findings = run_threads(Mesh.arrange_axes({"stage": 1, TOGETHER: size}), damaged)
+    assert [one.readings["wrong"] for one in findings] == [6.0 * (rank == 1) for rank in range(size)]
 
 
 def test_what_a_gpu_says_of_itself(config, monkeypatch):
@@ -189,8 +189,8 @@ def test_what_a_gpu_says_of_itself(config, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [QUICK, FULL], ids=["quick", "full"])
 def test_a_gpu(config, sizes):
-    found = measure_worker(config, Path(config.run.dir), "cuda", sizes)
-    assert not found.errors and found.readings.keys() >= {"gemm", "wrong", "memory", "free", "write", "read"}
-    assert found.facts.keys() >= {"gpu", "gpu memory"}
-    own, shared = judge_workers({0: found}, "cuda")
-    assert own == {0: {}} and shared == {}, found
+    findings = measure_worker(config, Path(config.run.dir), "cuda", sizes)
+    assert not findings.errors and findings.readings.keys() >= {"gemm", "wrong", "memory", "free", "write", "read"}
+    assert findings.facts.keys() >= {"gpu", "gpu memory"}
+    own, shared = judge_workers({0: findings}, "cuda")
+    assert own == {0: {}} and shared == {}, findings

@@ -14,12 +14,12 @@ def test_examples():
 
 @pytest.mark.parametrize("nodes", ["", "a", "ab", "aaaa", "aaaaa", "aabbcc", "aabbc", "abcdefgh" * 2, "aaab"])
 def test_each_rank_has_one_partner_at_a_time_and_each_partner_once(nodes):
-    found = pair_rounds(nodes, 3)
-    assert len(found) <= 3 and all(found)
-    for pairs in found:
+    rounds = pair_rounds(nodes, 3)
+    assert len(rounds) <= 3 and all(rounds)
+    for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks)) and all(a < b for a, b in pairs)
-    everybody = [pair for pairs in found for pair in pairs]
+    everybody = [pair for pairs in rounds for pair in pairs]
     assert len(everybody) == len(set(everybody))
     if len(nodes) > 1:
         assert {rank for pair in everybody for rank in pair} == set(range(len(nodes)))

@@ -12,7 +12,7 @@ from platform.train.replies import Findings
 USUAL = {"gemm": 1e12, "wrong": 0.0, "memory": 1e11, "link": 1e9, "write": 1e9, "read": 2e9, "clock": 0.0}
 
 
-def found(*changes, size=4):
+def build_findings(*changes, size=4):
     """Findings on `size` workers, of which the first ones differ from USUAL so."""
     return {n: Findings(USUAL | (changes[n] if n < len(changes) else {})) for n in range(size)}
 
@@ -24,7 +24,7 @@ def bad(workers, device="cpu"):
 
 
 def test_equal_workers_are_sound():
-    assert bad(found()) == {} and bad(found(size=1)) == {} and bad(found(size=2)) == {}
+    assert bad(build_findings()) == {} and bad(build_findings(size=1)) == {} and bad(build_findings(size=2)) == {}
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if "cpu" in check.bounds], ids=lambda check: check.name)
@@ -34,21 +34,24 @@ def test_each_check_finds_one_that_is_worse_and_leaves_alone_what_is_nearly_as_g
     beside = usual / bound.apart if check.more else usual * bound.apart
     limit = bound.worst if bound == EXACT or check.name == "clock" else min(beside, bound.fine)
     worse, better = (limit * 0.99, limit * 1.01) if check.more else (limit + 0.5, limit)
-    assert bad(found({check.name: worse}, size=size)) == {0: [check.name]}
-    assert bad(found({check.name: better}, size=size)) == {}
+    assert bad(build_findings({check.name: worse}, size=size)) == {0: [check.name]}
+    assert bad(build_findings({check.name: better}, size=size)) == {}
 
 
 def test_an_absolute_bound_needs_no_peers_but_a_majority_that_is_sound():
-    assert judge_workers(found({"clock": 5.0}, size=1), "cpu") == ({0: {}}, {"clock": "5 s, where 1 s is the most"})
-    assert bad(found({"clock": 5.0}, {"gemm": 1e6})) == {0: ["clock"], 1: ["gemm"]}
+    assert judge_workers(build_findings({"clock": 5.0}, size=1), "cpu") == (
+        {0: {}},
+        {"clock": "5 s, where 1 s is the most"},
+    )
+    assert bad(build_findings({"clock": 5.0}, {"gemm": 1e6})) == {0: ["clock"], 1: ["gemm"]}
 
 
 def test_what_is_fine_is_left_alone_however_good_the_peers_are():
-    assert bad(found({"write": 2.1e7})) == {} and bad(found({"write": 1.9e7})) == {0: ["write"]}
+    assert bad(build_findings({"write": 2.1e7})) == {} and bad(build_findings({"write": 1.9e7})) == {0: ["write"]}
 
 
 def test_what_most_have_is_said_once_and_held_against_nobody():
-    workers = {n: replace(f, errors={"write": f"denied to {n}"}) for n, f in found(size=5).items()}
+    workers = {n: replace(f, errors={"write": f"denied to {n}"}) for n, f in build_findings(size=5).items()}
     workers[4] = Findings(USUAL | {"gemm": 1e10})
     own, shared = judge_workers(workers, "cpu")
     assert own == {0: {}, 1: {}, 2: {}, 3: {}, 4: {"gemm": "10 GFLOP/s, where its peers have 1 TFLOP/s"}}
@@ -68,8 +71,8 @@ def test_facts_are_those_of_the_majority():
 
 
 def test_bounds_of_gpus_are_their_own():
-    assert bad(found({"gemm": 6e12}, {"gemm": 9e12}, {"gemm": 9e12}, {"gemm": 9e12}), "cuda") == {0: ["gemm"]}
-    assert bad(found({"gemm": 6e12}, {"gemm": 9e12}, {"gemm": 9e12}, {"gemm": 9e12}), "cpu") == {}
+    assert bad(build_findings({"gemm": 6e12}, {"gemm": 9e12}, {"gemm": 9e12}, {"gemm": 9e12}), "cuda") == {0: ["gemm"]}
+    assert bad(build_findings({"gemm": 6e12}, {"gemm": 9e12}, {"gemm": 9e12}, {"gemm": 9e12}), "cpu") == {}
     assert [check.name for check in CHECKS if "cpu" not in check.bounds] == ["peak", "free", "ecc", "rows", "node"]
 
 
@@ -93,7 +96,7 @@ def test_thousands_are_judged_in_a_moment():
     import time
 
     begin = time.process_time()
-    assert bad(found({"gemm": 1e10}, size=4000)) == {0: ["gemm"]}
+    assert bad(build_findings({"gemm": 1e10}, size=4000)) == {0: ["gemm"]}
     assert time.process_time() - begin < 2
 
 

@@ -129,8 +129,8 @@ def recover(kind: str, old: str, alive: list[int], new: str, base: str, read: li
         passage.restore(trainer)
         return [numbers(trainer, step) for step in (2, 3)]
 
-    for found in on_ranks(config(new, kind, base), go_on):
-        for have, want in zip([before[0][0], *found], expected, strict=True):
+    for actual in on_ranks(config(new, kind, base), go_on):
+        for have, want in zip([before[0][0], *actual], expected, strict=True):
             assert have == pytest.approx(want, rel=1e-10)
     return whole, sum(read)
 

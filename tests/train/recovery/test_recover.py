@@ -88,20 +88,20 @@ def numbers(trainer, step: int) -> tuple[float, float]:
 @cache
 def undisturbed(name: str) -> list[Undisturbed]:
     def work(trainer, communicator) -> Undisturbed:
-        state, found, after = RankTrainingState(trainer), [], []
+        state, history, after = RankTrainingState(trainer), [], []
         memories = {
             (nodes, shared): opened(state.held, domains(name, nodes), communicator, shared == "shared")
             for nodes in NODES
             for shared in SHARED
         }
         for step in (1, 2, 3, 4):
-            found.append(numbers(trainer, step))
+            history.append(numbers(trainer, step))
             if step < 3:
                 for memory in memories.values():
                     take(memory, step, state.live_blocks(), state.read_values(), communicator.transfer)
             if step % 2 == 0:
                 after.append(live_copies(state))
-        return Undisturbed(found, after, memories)
+        return Undisturbed(history, after, memories)
 
     return ranks(name, work)
 
@@ -171,9 +171,9 @@ def recovered(case: dict[str, Any], forget: str = "") -> bool:
         for mine, theirs in zip(have, before[0].numbers[2:], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-10, abs=0)
     if case["old"] == case["new"]:
-        for part, there in zip(parts, before, strict=True):
-            assert part[2] == there.numbers[2:]
-            assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(part[3], there.after[1], strict=True))
+        for part, uninterrupted in zip(parts, before, strict=True):
+            assert part[2] == uninterrupted.numbers[2:]
+            assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(part[3], uninterrupted.after[1], strict=True))
     return bool(source.gathered)
 
 

@@ -18,10 +18,10 @@ from tests.train.recovery.test_resume import config
 HELD: dict[str, RankSnapshots] = {}  # of a process of the pool; outlives a generation
 
 
-def first(given: tuple[Config, list[str], bool], plan, communicator) -> tuple[list[float], list[int], int]:
+def first(case: tuple[Config, list[str], bool], plan, communicator) -> tuple[list[float], list[int], int]:
     """Three steps, the first two held: their losses, the steps held, and how many parts were sent to peers."""
     torch.set_num_threads(1)
-    c, domains, shared = given
+    c, domains, shared = case
     trainer = trainer_of(c, plan, communicator)
     state = RankTrainingState(trainer)
     HELD["memory"] = memory = opened(state.held, domains, communicator, shared)
@@ -35,15 +35,15 @@ def first(given: tuple[Config, list[str], bool], plan, communicator) -> tuple[li
     return numbers, memory.complete_steps, sum(len(parts) for parts in memory._sent.values())
 
 
-def second(given: tuple[Config, MemorySource], plan, communicator) -> float:
+def second(case: tuple[Config, MemorySource], plan, communicator) -> float:
     torch.set_num_threads(1)
-    c, source = given
+    c, source = case
     memory = HELD.pop("memory", None)
     trainer = trainer_of(c, plan, communicator)
-    here = communicator.rank in source.new_rank_by_old.values()
-    held = memory.held if memory and here else source.formed.build_memory_map()
+    continues = communicator.rank in source.new_rank_by_old.values()
+    held = memory.held if memory and continues else source.formed.build_memory_map()
     RankTrainingState(trainer).recover_state(
-        source.list_surviving_chains(held), memory.open_node_snapshot(2) if memory and here else None
+        source.list_surviving_chains(held), memory.open_node_snapshot(2) if memory and continues else None
     )
     return trainer.step(3).loss
 

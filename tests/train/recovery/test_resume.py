@@ -134,9 +134,11 @@ def whole(blocks_of_ranks: list[list[Block]], shapes: dict[str, tuple[int, ...]]
     for name, box, tensor in (block for blocks in blocks_of_ranks for block in blocks):
         everything = Box.whole_tensor(shapes[name])
         if real := box.intersect_box(everything):
-            mine, there = tensor[real.relative_slices(box)], out[name][real.relative_slices(everything)]
-            assert there.isnan().all() or torch.allclose(there, mine, rtol=1e-10, atol=1e-14), f"replicas of {name}"
-            there.copy_(mine)
+            mine, assembled = tensor[real.relative_slices(box)], out[name][real.relative_slices(everything)]
+            assert assembled.isnan().all() or torch.allclose(assembled, mine, rtol=1e-10, atol=1e-14), (
+                f"replicas of {name}"
+            )
+            assembled.copy_(mine)
     assert not any(t.isnan().any() for t in out.values())
     return out
 
@@ -181,10 +183,10 @@ def other(runs: Runs, writer: str, reader: str, forget: str = "") -> None:
     assert parts[0].values == {"optimizer": {"step": 1.0}}
     for part in parts:
         assert part.numbers == [pytest.approx(through[0].numbers[1], rel=1e-10, abs=0)]
-    found, wanted = (whole([part.after[-1] for part in found], shapes) for found in (parts, through))
+    after, wanted = (whole([part.after[-1] for part in run], shapes) for run in (parts, through))
     for name in shapes:
         bound = 1e-10 * wanted[name].abs().max() + (1e-10 * 1e-2 if name.startswith("model.") else 1e-14)
-        assert (found[name] - wanted[name]).abs().max() <= bound, name
+        assert (after[name] - wanted[name]).abs().max() <= bound, name
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -99,14 +99,14 @@ def test_frozen_parameters_stay_and_do_not_count(alone, name):
 @pytest.mark.parametrize("name", ["serial", *PLANS])
 def test_averages_follow_the_updates(alone, name):
     plan, ranks = steps(configure(tied=False, **PLANS.get(name, {})), ema=DECAY)
-    found = assemble(plan, ranks, lambda rank: rank.averages)
+    averages = assemble(plan, ranks, lambda rank: rank.averages)
     history = [after(*alone, step) for step in range(STEPS + 1)]
     for name, average in history[0].items():
         wanted = average
         for step in range(1, STEPS + 1):
             wanted = DECAY * wanted + (1 - DECAY) * history[step][name]
-        torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-11)
-    assert not torch.allclose(found["embedding"], history[STEPS]["embedding"], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(averages[name], wanted, rtol=1e-9, atol=1e-11)
+    assert not torch.allclose(averages["embedding"], history[STEPS]["embedding"], rtol=1e-3, atol=1e-6)
     assert all(rank.kept <= rank.planned for rank in ranks)
     if not plan.sharded:  # else a shard ends with padding
         assert all(rank.kept == rank.planned for rank in ranks)

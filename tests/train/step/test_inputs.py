@@ -19,8 +19,8 @@ def test_a_batch_leaves_from_pinned_memory_without_holding_the_host(device, expe
     log: list[str] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: log.append("pin") or x)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, to, non_blocking: log.append(f"to {to}, {non_blocking}") or x)
-    here = SimpleNamespace(device=torch.device(device), coordinates=plan.mesh.rank_coordinates(0))
-    rows = {(i, j): Tokens(c).batch("train", i, j) for i, j in stretches(plan.stage_part(0), here)}  # type: ignore[arg-type]
-    found = place(plan.stage_part(0), here, rows)  # type: ignore[arg-type]
-    blocks = {id(block) for blocks in found.values() for block in blocks.values()}
+    rank = SimpleNamespace(device=torch.device(device), coordinates=plan.mesh.rank_coordinates(0))
+    rows = {(i, j): Tokens(c).batch("train", i, j) for i, j in stretches(plan.stage_part(0), rank)}  # type: ignore[arg-type]
+    placed = place(plan.stage_part(0), rank, rows)  # type: ignore[arg-type]
+    blocks = {id(block) for blocks in placed.values() for block in blocks.values()}
     assert log == expected * len(blocks) and blocks

@@ -51,12 +51,12 @@ def alone():
 
 
 def test_gradients_make_up_the_whole_norm(alone):
-    found, gradients = alone
-    assert set(found.layer_gradients) == {"embedding", "position", *(f"layers.{i}" for i in range(4)), "norm"}
-    for layer, norm in found.layer_gradients.items():
+    statistics, gradients = alone
+    assert set(statistics.layer_gradients) == {"embedding", "position", *(f"layers.{i}" for i in range(4)), "norm"}
+    for layer, norm in statistics.layer_gradients.items():
         squares = sum(float(g.square().sum()) for n, g in gradients.items() if layer_of_parameter(n) == layer)
         assert norm == pytest.approx(squares**0.5, rel=1e-9)
-    assert sum(n * n for n in found.layer_gradients.values()) == pytest.approx(found.grad_norm**2, rel=1e-9)
+    assert sum(n * n for n in statistics.layer_gradients.values()) == pytest.approx(statistics.grad_norm**2, rel=1e-9)
 
 
 def test_activations_are_root_mean_squares_of_the_sequences_alone(alone, monkeypatch):
@@ -75,10 +75,10 @@ def test_activations_are_root_mean_squares_of_the_sequences_alone(alone, monkeyp
 
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_gives_the_same(alone, name):
-    found, _ = report(recompute="full" if "recomputed" in name else "none", **PLANS[name])
+    statistics, _ = report(recompute="full" if "recomputed" in name else "none", **PLANS[name])
     for ours, theirs in (
-        (found.layer_gradients, alone[0].layer_gradients),
-        (found.layer_activations, alone[0].layer_activations),
+        (statistics.layer_gradients, alone[0].layer_gradients),
+        (statistics.layer_activations, alone[0].layer_activations),
     ):
         assert ours == {layer: pytest.approx(size, rel=1e-9) for layer, size in theirs.items()}
 

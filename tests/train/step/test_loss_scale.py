@@ -182,8 +182,8 @@ def test_a_resumed_run_has_the_same_scale(tmp_path, steps):
         return [trainer.step(step) for step in (steps + 1, steps + 2)][-1]
 
     (wanted,) = on_all_ranks(c, through)
-    for found in [*on_all_ranks(c, second), *on_all_ranks(case("zero 1", **scaling), second)]:
-        assert found.loss_scale == wanted.loss_scale and found.loss == pytest.approx(wanted.loss, rel=2e-3)
+    for actual in [*on_all_ranks(c, second), *on_all_ranks(case("zero 1", **scaling), second)]:
+        assert actual.loss_scale == wanted.loss_scale and actual.loss == pytest.approx(wanted.loss, rel=2e-3)
 
 
 def test_between_precisions(tmp_path):
@@ -195,8 +195,8 @@ def test_between_precisions(tmp_path):
 
         def work(trainer):
             RankTrainingState(trainer).restore_checkpoint(storage, directory, manifest)
-            there = LossScale(4096.0, 1 if directory == second else 0)
-            assert trainer.loss_scale == (there if c.precision == "fp16" else None)
+            scale = LossScale(4096.0, 1 if directory == second else 0)
+            assert trainer.loss_scale == (scale if c.precision == "fp16" else None)
             return trainer.step(2).loss
 
         return on_all_ranks(c, work)

@@ -62,12 +62,12 @@ def run(c: Config, ahead: bool) -> list[Any]:
 
 
 def differences(c: Config) -> list[str]:
-    found = []
+    unequal = []
     for ours, others in zip(run(c, True), run(c, False), strict=True):
         for (step, _), (numbers, loss, blocks), (wanted, waited, kept) in zip(STEPS, ours, others, strict=True):
-            found += [f"step {step}: {numbers} {loss}, not {wanted} {waited}"] * ((numbers, loss) != (wanted, waited))
-            found += [f"step {step}: {name}" for name in blocks if not torch.equal(blocks[name], kept[name])]
-    return found
+            unequal += [f"step {step}: {numbers} {loss}, not {wanted} {waited}"] * ((numbers, loss) != (wanted, waited))
+            unequal += [f"step {step}: {name}" for name in blocks if not torch.equal(blocks[name], kept[name])]
+    return unequal
 
 
 FEW = ("whole",)

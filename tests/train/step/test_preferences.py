@@ -118,10 +118,10 @@ def test_a_run_is_what_trl_trains(tmp_path, model, ours, theirs):
     done = in_this_process(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows_of_run = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = [(row["loss"], row["grad_norm"]) for row in rows_of_run]
-    assert np.allclose(found, expected, rtol=1e-6, atol=1e-9), (found, expected)
+    curve = [(row["loss"], row["grad_norm"]) for row in rows_of_run]
+    assert np.allclose(curve, expected, rtol=1e-6, atol=1e-9), (curve, expected)
     if ours == "dpo":
-        assert abs(found[0][0] - np.log(2)) < 1e-9 and found[-1][0] < found[0][0]
+        assert abs(curve[0][0] - np.log(2)) < 1e-9 and curve[-1][0] < curve[0][0]
 
 
 def answers(log: torch.Tensor, labels: torch.Tensor) -> AnswerSums:

@@ -33,9 +33,9 @@ def test_initial_weights_are_those_of_one_process(layout, precision):
         values = {n: w.detach() for n, w in weights.master.items()}
         return Result(communicator.rank, 0, 0, {}, values, {}, [], {}, [])
 
-    found = assemble(plan, run_threads(plan.mesh, blocks), lambda r: r.initial)
+    initial = assemble(plan, run_threads(plan.mesh, blocks), lambda r: r.initial)
     for name, value in serial(c).initial.items():
-        assert torch.equal(found[name], value.to(high).double()), name
+        assert torch.equal(initial[name], value.to(high).double()), name
 
 
 def test_initial_weights_are_those_that_the_model_declares():
@@ -53,10 +53,10 @@ def test_initial_weights_are_those_that_the_model_declares():
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
 def test_a_lower_precision_trains_alike(precision, tolerance):
     exact = serial(configure())
-    _, (found,) = run(configure(precision=precision))
-    assert found.losses == pytest.approx(exact.losses, rel=tolerance)
-    assert found.losses[0] != exact.losses[0]
-    assert found.grad_norm == pytest.approx(exact.grad_norm, rel=tolerance)
+    _, (lower,) = run(configure(precision=precision))
+    assert lower.losses == pytest.approx(exact.losses, rel=tolerance)
+    assert lower.losses[0] != exact.losses[0]
+    assert lower.grad_norm == pytest.approx(exact.grad_norm, rel=tolerance)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -65,9 +65,9 @@ def test_bf16_gradients_agree_between_layouts(layout):
     _, (one,) = run(configure(precision="bf16", microbatch=8))
     c = configure(*LAYOUTS[layout], precision="bf16")
     plan, results = run(c)
-    found = assemble_alike(plan, results)
+    gradients = assemble_alike(plan, results)
     largest = max(g.abs().max().item() for g in one.gradients.values())
-    for name, value in found.items():
+    for name, value in gradients.items():
         expected = one.gradients[name].double()
         error = (value - expected).norm().item()
         assert error <= 3e-2 * expected.norm().item() + 1e-3 * largest, (name, error, expected.norm().item())

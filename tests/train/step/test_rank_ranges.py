@@ -22,21 +22,21 @@ REACH = {"t": "inside a node", "data": "between nodes"}
 
 
 def test_a_spread_names_the_ranks_at_its_ends() -> None:
-    found = compute_rank_ranges(
+    ranges = compute_rank_ranges(
         ["cpu", "gpu", "power"], torch.tensor([[1.0, nan, 9.0], [0.5, nan, nan], [2.0, nan, 7.0]]).double()
     )
-    assert found == {"cpu": RankRange(0.5, 1.0, 2.0, 1, 2), "power": RankRange(7.0, 8.0, 9.0, 2, 0)}
+    assert ranges == {"cpu": RankRange(0.5, 1.0, 2.0, 1, 2), "power": RankRange(7.0, 8.0, 9.0, 2, 0)}
 
 
 def test_a_bandwidth_is_the_bytes_that_a_rank_sent_over_the_seconds_that_it_waited() -> None:
     keys, waits = ["all_gather/t", "all_reduce/data", "all_reduce/t", "send/stage"], ["data", "t"]
-    found = CollectiveBandwidths(PLAN.mesh, keys, waits, REACH)
+    bandwidths = CollectiveBandwidths(PLAN.mesh, keys, waits, REACH)
     assert PLAN.mesh.list_groups(["t"]) == [(0, 1), (2, 3)] and PLAN.mesh.list_groups(["data"]) == [(0, 2), (1, 3)]
     moved = torch.zeros(4, 4).double()
     moved[[0, 2], 0], moved[[0, 1], 1], moved[[0, 2], 2] = 600.0, 800.0, 200.0
     seconds = torch.tensor([[1.0, 2.0], [1.0, 4.0], [4.0, 2.0], [0.001, 8.0]]).double()
-    rates = found.compute_bandwidths(moved, seconds, torch.full((4,), 10.0).double())
-    of_tier = dict(zip(found.tiers, rates.T.tolist(), strict=True))
+    rates = bandwidths.compute_bandwidths(moved, seconds, torch.full((4,), 10.0).double())
+    of_tier = dict(zip(bandwidths.tiers, rates.T.tolist(), strict=True))
     assert of_tier["inside a node"] == [200.0, 100.0, 200.0, 50.0]  # (300 + 100) bytes each
     assert of_tier["between nodes"][:3] == [400.0, 400.0, 100.0]
     assert of_tier["between nodes"][3] != of_tier["between nodes"][3]  # it hardly waited
@@ -79,7 +79,7 @@ def test_the_reports_of_a_step_carry_the_readings() -> None:
         ]
 
     every = run_threads(PLAN.mesh, work)
-    nothing, one, same, new = (found for found, _ in every[0])
+    nothing, one, same, new = (reported for reported, _ in every[0])
     assert nothing.workers.keys() == {"bandwidth/inside a node"}
     assert one.workers["cpu"] == RankRange(1.0, 2.5, 4.0, 0, 3) and one.workers["power"] == RankRange(
         50.0, 50.0, 50.0, 3, 3

@@ -183,15 +183,15 @@ def replayed(trainer: Trainer) -> int:
 
 
 def differences(c: Config, replays: list[int] | None = None, infinite: int = -1) -> list[str]:
-    found: list[str] = []
+    unequal: list[str] = []
     others = run(c, False, infinite=infinite)
     with recording():
         for ours, wanted in zip(run(c, True, replays, infinite), others, strict=True):
             for (step, _), (numbers, loss, blocks), (right, other, kept) in zip(STEPS, ours, wanted, strict=True):
-                found += [f"step {step}: {numbers} {loss}, not {right} {other}"] * ((numbers, loss) != (right, other))
+                unequal += [f"step {step}: {numbers} {loss}, not {right} {other}"] * ((numbers, loss) != (right, other))
                 pairs = {name: (blocks[name].nan_to_num(7), kept[name].nan_to_num(7)) for name in blocks}
-                found += [f"step {step}: {name}" for name, pair in pairs.items() if not torch.equal(*pair)]
-    return found
+                unequal += [f"step {step}: {name}" for name, pair in pairs.items() if not torch.equal(*pair)]
+    return unequal
 
 
 FEW = ("zero 1", "zero 2", "labels that differ", "1d_sp")
@@ -219,11 +219,11 @@ def bake_keys(patch: pytest.MonkeyPatch) -> None:
     """Starts of random numbers are made in a pass, of numbers of the host."""
 
     def drawing(self, name, spec, device, kind="dropout", rate=None):
-        if made := draw(self, name, spec, device, kind, rate):
+        if drawing_numbers := draw(self, name, spec, device, kind, rate):
             stream = self._find_random_stream(
                 (kind, name, next(n for k, m, n in self._drawings if (k, m) == (kind, name)))
             )
-            return made._replace(start=residual.random_start(*stream, device))
+            return drawing_numbers._replace(start=residual.random_start(*stream, device))
         return None
 
     draw = ParallelOps.random_drawing
@@ -331,7 +331,7 @@ def share_memory(patch: pytest.MonkeyPatch) -> None:
 def keep_flow(patch: pytest.MonkeyPatch) -> None:
     """What a neighbour sends is not copied to where a recorded pass reads it."""
     replay = PassRecorder._replay
-    patch.setattr(PassRecorder, "_replay", lambda self, made, tensors: replay(self, made, made.inputs))
+    patch.setattr(PassRecorder, "_replay", lambda self, recorded, tensors: replay(self, recorded, recorded.inputs))
 
 
 CONTROLS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -501,7 +501,7 @@ class Counted:
 
     replays = 0
 
-    def __init__(self, *given: Any, **named: Any):
+    def __init__(self, *positional: Any, **named: Any):
         pass
 
     def replay(self) -> None:

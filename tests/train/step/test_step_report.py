@@ -30,11 +30,11 @@ def steps(config, communicator):
     config.monitor.layers = 2
     plan = make_plan(config)
     trainer, report = trainer_of(config, plan, communicator), ReportCombiner(plan, communicator, slow=1.5, layers=2)
-    found = []
+    reports = []
     for step in (1, 2):
         mine = trainer.step(step)
-        found.append((mine, report.combine_reports(mine)))
-    return found
+        reports.append((mine, report.combine_reports(mine)))
+    return reports
 
 
 @pytest.mark.parametrize("name", CASES)

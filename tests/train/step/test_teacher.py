@@ -226,8 +226,8 @@ def test_a_teacher_says_what_one_forward_pass_does(case):
         return TextGenerator(c, plan, communicator, trainer.weights).rank_classes(TEXTS, 7, 1.5)
 
     expected = [F.log_softmax(uncached(c, weights, ids, []) / 1.5, -1).topk(7, -1) for ids in TEXTS.ids]
-    for found in run_threads(plan.mesh, ask):
-        for row, (logs, ids) in zip(found, expected, strict=True):
+    for actual in run_threads(plan.mesh, ask):
+        for row, (logs, ids) in zip(actual, expected, strict=True):
             assert torch.equal(row[: len(ids), :7], ids.double())
             assert torch.allclose(row[: len(ids), 7:], logs, rtol=1e-9)
 

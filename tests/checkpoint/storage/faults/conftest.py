@@ -31,14 +31,14 @@ def storage(tmp_path):
 @pytest.fixture
 def copies(tmp_path) -> Callable[..., Storage]:
     """`copies(1, 2)`: a fresh storage with checkpoints of steps 1 and 2."""
-    made: dict[tuple[int, ...], Path] = {}
+    folders: dict[tuple[int, ...], Path] = {}
     number = itertools.count()
 
     def copy(*steps: int) -> Storage:
-        if steps not in made:
-            made[steps] = tmp_path / f"steps {steps}"
+        if steps not in folders:
+            folders[steps] = tmp_path / f"steps {steps}"
             for step in steps:
-                job(step).save(open_storage(str(made[steps])), step)
-        return open_storage(str(copytree(made[steps], tmp_path / str(next(number)))))
+                job(step).save(open_storage(str(folders[steps])), step)
+        return open_storage(str(copytree(folders[steps], tmp_path / str(next(number)))))
 
     return copy

@@ -42,9 +42,9 @@ def test_damage_to_any_file_is_found(copies, damage):
         if number == len(files(storage, directory)):
             break
         DAMAGE[damage](files(storage, directory)[number])
-        found = find_newest_checkpoint(storage)
-        assert found.manifest.meta.step == 1
-        [(refused, reason)] = found.refused
+        selection = find_newest_checkpoint(storage)
+        assert selection.manifest.meta.step == 1
+        [(refused, reason)] = selection.refused
         assert refused == directory and "\n" not in reason
         whole = 3 - (damage == "missing")
         incomplete = damage == "missing" and "no manifest" in reason
@@ -121,8 +121,8 @@ def test_what_others_wrote_is_passed_over_and_left_alone(storage, what):
     directory = job(2).save(storage, 2)
     rewrite(storage, directory, change)
     before = files(storage, directory)
-    found = find_newest_checkpoint(storage)
-    assert found.manifest.meta.step == 1 and reason in found.refused[0][1]
+    selection = find_newest_checkpoint(storage)
+    assert selection.manifest.meta.step == 1 and reason in selection.refused[0][1]
     assert files(storage, directory) == before
     catalogue.prune_checkpoints(storage, last=1)
     assert files(storage, directory) == before
@@ -143,9 +143,9 @@ def test_stale_attempts(storage):
     """What a dead writer left is never loaded; it goes once a newer checkpoint is complete."""
     stale = catalogue.choose_attempt_directory(storage, 7)
     job(7).write(storage, stale)
-    found = find_newest_checkpoint(storage)
-    assert found.manifest.meta.step == 1
-    assert found.refused == ((stale, f"incomplete, or not a checkpoint: it has no {manifests.NAME}"),)
+    selection = find_newest_checkpoint(storage)
+    assert selection.manifest.meta.step == 1
+    assert selection.refused == ((stale, f"incomplete, or not a checkpoint: it has no {manifests.NAME}"),)
     catalogue.prune_checkpoints(storage, last=1)
     assert stale in storage.list_sizes("")  # it may be under way
     job(2).save(storage, 2)
@@ -212,8 +212,8 @@ def test_a_quarantine_can_be_lifted(storage):
 )
 def test_retention(steps, last, every, gone):
     complete = [catalogue.Attempt(100 - i, step, "") for i, step in enumerate(steps)]
-    found = catalogue.list_dispensable(complete, last, every)
-    assert [a.step for a in found] == gone
-    assert complete[:1] not in ([a] for a in found)
+    dispensable = catalogue.list_dispensable(complete, last, every)
+    assert [a.step for a in dispensable] == gone
+    assert complete[:1] not in ([a] for a in dispensable)
     if steps == [9, 4, 4, 2]:
-        assert found[0] == complete[2]  # of two attempts at a step the newer one stays
+        assert dispensable[0] == complete[2]  # of two attempts at a step the newer one stays
