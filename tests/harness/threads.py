@@ -63,12 +63,15 @@ class ThreadWorld:
         self.turn = threading.Lock()
 
     def wait(self, event: threading.Event) -> bool:
-        """For another rank, which gets the turn meanwhile; whether it came in time."""
+        """For another rank, which gets the turn meanwhile; whether it came in time, which a rank that computes is: a
+        trace of a large block takes longer than what shows that all wait for one another."""
         if event.is_set():
             return True
         self.turn.release()
         try:
-            return event.wait(self.timeout)
+            while not (came := event.wait(self.timeout)) and self.turn.locked():
+                pass
+            return came
         finally:
             self.turn.acquire()
 
