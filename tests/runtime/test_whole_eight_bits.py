@@ -13,7 +13,7 @@ from tests.runtime.test_whole_tensor_blocks import fast, traced_blocks
 
 __all__ = ["fast", "traced_blocks", "small_mx"]
 
-FEW = [("zero 3", "block"), ("1d", "tensor")]
+FEW = [("1d", "tensor")]
 NEVER_WHOLE = "sub-grids", "ring"  # which `reasons_against_whole_blocks` has, as rows that each pass counts
 MORE = [case for case in CASES if case not in FEW and case[0] not in NEVER_WHOLE]
 MORE += [(name, scale) for name, (scale, _) in SPECIAL.items() if "rows" not in name]
@@ -37,6 +37,7 @@ def test_they_compute_the_same(name, scale, traced_blocks):
     assert count_flips(c, plan, ranks, expected) == 0
 
 
+@pytest.mark.full
 def test_the_compiler_makes_kernels_of_them(monkeypatch):
     """Of torch.compile's own, on a CPU; function by function are the same numbers."""
     monkeypatch.undo()  # of `fast`
