@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from platform.boundary.refusals import ConfigError
 from platform.config.fields import Config
 from platform.plan.chunks import common_name
 from platform.plan.plan import Plan
+from platform.plan.plan_builder import pause_garbage_collection
 from platform.plan.plan_summary import describe
 from platform.plan.step_collectives import communication
 from platform.predict.make_plan import make_plan
@@ -235,3 +237,11 @@ def test_every_process_makes_the_same_plan(arguments):
 )
 def test_a_bucket_has_a_short_name(names, short):
     assert common_name(names) == short
+
+
+def test_what_is_exempt_from_garbage_collection_stays_so():
+    """As the tests of this suite are, by tests/conftest.py: each look at all of them takes seconds."""
+    exempt = gc.get_freeze_count()
+    with pause_garbage_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == exempt > 10_000
