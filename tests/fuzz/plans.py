@@ -346,9 +346,11 @@ def answers(trainer: Trainer) -> list[float]:
 
 
 def of_step(c: Config, plan: Plan, step: int) -> Plan:
-    """Plan a configuration, whose plan is `plan`, for a step alone: its batch, and its length of sequences."""
+    """Plan a configuration, whose plan is `plan`, for a step alone: its batch, and its length of sequences. A smaller
+    batch may have too few microbatches for pairs, which move the same bytes."""
     if (batch := find_batch_size(c.train, step)) != c.train.global_batch:
-        plan = make_plan(replace(c, train=replace(c.train, global_batch=batch, ramp_from=0, ramp_samples=0)))
+        of_batch = replace(c.train, global_batch=batch, ramp_from=0, ramp_samples=0, pair_passes="auto")
+        plan = make_plan(replace(c, train=of_batch))
     return plan.plan_of_length(find_sequence_length(c, step))
 
 
