@@ -91,7 +91,8 @@ def start_trainer(name: str, steps: int, overrides: Sequence[str]) -> Trainer:
 
 
 def train(name: str, steps: int, overrides: Sequence[str], rows: Connection) -> None:
-    """Send a row for each part of a run of a process of its own: mean loss, validation loss, seconds of a step."""
+    """Train one of RUNS, in a process of its own, and send `rows` one for each of its PARTS: the number of its last
+    step, its mean loss, the validation loss behind it, and the seconds of CPU of a step until then."""
     torch.set_num_threads(1)
     trainer, losses, seconds = start_trainer(name, steps, overrides), [], 0.0
     ends = {-(-steps * part // PARTS) for part in range(1, PARTS + 1)}
@@ -124,8 +125,7 @@ def main() -> None:
     print(f"| tokens | {' | '.join(cells)} | validation: {' | '.join(cells)} | CPU s a step: {' | '.join(names)} |")
     print("|---" * (1 + 2 * len(cells) + len(names)) + "|", flush=True)
     for _ in range(min(PARTS, steps)):
-        (step, *_), *_ = parts = [rows[name].recv() for name in names]
-        _, means, validation, times = zip(*parts, strict=True)
+        (step, *_), means, validation, times = zip(*(rows[name].recv() for name in names), strict=True)
         of_steps = " | ".join(f"{x:.2f}" for x in times)
         print(f"| {step * STEP:,} | {show_cells(means)} | {show_cells(validation)} | {of_steps} |", flush=True)
 

@@ -302,7 +302,7 @@ def pause_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # else it would look at what is exempt for good
+            if not gc.get_freeze_count():  # which unfreezing would end: what is exempt for good
                 gc.freeze()  # and back: all are then old, and the next search for cycles of young objects skips them
                 gc.unfreeze()
             gc.enable()

@@ -63,8 +63,8 @@ class ThreadWorld:
         self.turn = threading.Lock()
 
     def wait(self, event: threading.Event) -> bool:
-        """For another rank, which gets the turn meanwhile; whether it came in time, which a rank that computes is: a
-        trace of a large block takes longer than what shows that all wait for one another."""
+        """Wait for another rank, which gets the turn meanwhile. Return False if it has not come when the time is over
+        and no rank has the turn: then all wait for one another. One that traces a large block has it for longer."""
         if event.is_set():
             return True
         self.turn.release()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
-from typing import TypeGuard
 
 from tests.house.language import parsed
 from tests.house.rooms import PACKAGE, ROOT
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+# What no function, parameter or local is called.
+NAMELESS = {"found", "given", "made", "there", "here"}
 ENTRIES = {"__init__", "__main__"}
 
 # Names of a file and of a folder, or of two folders, that still stand for two things: this list may only shrink. A
@@ -89,29 +90,23 @@ def test_a_bare_method_is_seen():
 def test_a_local_says_what_it_holds():
     """In the package, its tests, benchmarks and examples: never `found`, `given`, `made`, `there`, `here`."""
     paths = [path for room in (PACKAGE.name, "tests", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")]
-    vague = {
-        str(path.relative_to(ROOT)): names for path in paths if (names := adverbs_and_participles(path.read_text()))
-    }
+    vague = {str(path.relative_to(ROOT)): names for path in paths if (names := find_nameless(path.read_text()))}
     assert len(paths) > 1000 and vague == {}
 
 
-def adverbs_and_participles(source: str) -> set[str]:
+def find_nameless(source: str) -> set[str]:
     """Return the names in a source that no value should have, of functions, parameters and locals; fields may."""
     nodes = list(ast.walk(parsed(source)))
-    fields = {id(field.target) for c in nodes if isinstance(c, ast.ClassDef) for field in c.body if is_field(field)}
+    statements = [statement for c in nodes if isinstance(c, ast.ClassDef) for statement in c.body]
+    fields = {id(field.target) for field in statements if isinstance(field, ast.AnnAssign)}
     stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in fields}
     parameters = {n.arg for n in nodes if isinstance(n, ast.arg)}
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
-    return (stored | parameters | functions) & {"found", "given", "made", "there", "here"}
-
-
-def is_field(statement: ast.stmt) -> TypeGuard[ast.AnnAssign]:
-    """Return True for a field of a class, which has a type."""
-    return isinstance(statement, ast.AnnAssign)
+    return (stored | parameters | functions) & NAMELESS
 
 
 def test_a_local_that_says_nothing_is_seen():
-    assert adverbs_and_participles("def find(here):\n  for made, n in here:\n    return [given for given in n]") == {
+    assert find_nameless("def find(here):\n  for made, n in here:\n    return [given for given in n]") == {
         "here", "made", "given",
     }  # fmt: skip
-    assert adverbs_and_participles("class Link:\n  there: str\nlink.found = 1\nf(given=2)") == set()
+    assert find_nameless("class Link:\n  there: str\nlink.found = 1\nf(given=2)") == set()

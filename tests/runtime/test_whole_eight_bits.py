@@ -14,7 +14,7 @@ from tests.runtime.test_whole_tensor_blocks import fast, traced_blocks
 __all__ = ["fast", "traced_blocks", "small_mx"]
 
 FEW = [("1d", "tensor")]
-NEVER_WHOLE = "sub-grids", "ring"  # which `reasons_against_whole_blocks` has, as rows that each pass counts
+NEVER_WHOLE = "sub-grids", "ring"  # as `reasons_against_whole_blocks` says, and of rows of experts
 MORE = [case for case in CASES if case not in FEW and case[0] not in NEVER_WHOLE]
 MORE += [(name, scale) for name, (scale, _) in SPECIAL.items() if "rows" not in name]
 
